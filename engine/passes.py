@@ -4,7 +4,7 @@ and an opened model all the time, and the gradients of a self-check."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -66,12 +66,17 @@ def gradients(on: Computes, micro_batches: Sequence[MicroBatch]) -> StepData:
 
 
 def evaluations(
-    on: Computes, batches: Iterable[Sequence[MicroBatch]], *, first: int = 1, commit: bool = False
+    on: Computes,
+    batches: Iterable[Sequence[MicroBatch]],
+    *,
+    first: int = 1,
+    commit: bool = False,
+    build: Callable[..., Pass] = evaluation,
 ) -> Iterator[EvaluationData]:
     """What the model finds of the labels of `batches`, a pass each, in their order.
 
     `first`: the number of the first pass, of which no two of a step are the same. `commit`: the first one commits the
-    step's generation. Tokens of two passes are on the compute device.
+    step's generation. `build`: what makes a pass. Tokens of two passes are on the compute device.
     """
     under_way: deque[tuple[int, list[int]]] = deque()
 
@@ -88,7 +93,7 @@ def evaluations(
         data = on.carrier.evaluation(micro_batches)
         on.runtime.begin_evaluation(number, data)
         documents, cut = [m.documents for m in micro_batches], list(data.cut.values())
-        pass_ = evaluation(on.plan, on.step, number, documents=documents, chunks=cut)
+        pass_ = build(on.plan, on.step, number, documents=documents, chunks=cut)
         under_way.append((number, _start(on, pass_, commit and number == first)))
     while under_way:
         yield finished()

@@ -73,8 +73,8 @@ _TABLE: dict[str, list[tuple[str, str, str, str] | tuple[str, str, str, str, int
         ("configure", "c", "Configure", "Configure the recipe, or the run's for a new run.", FOOTER | ACTS),
         ("timeline", "t", "Timeline", "Show the run's last step, op by op."),
         ("resume", "R", "Resume", "Resume a stopped, failed, crashed or paused run.", ACTS),
-        ("fit", "f", "What fits", "Show which models this machine can train, and how fast."),
-        ("finetune", "n", "Fine-tune", "Make a recipe from your own model and data.", FOOTER | ACTS),
+        ("screen('fit')", "f", "What fits", "Show which models this machine can train, and how fast.", ACTS),
+        ("screen('finetune')", "n", "Fine-tune", "Make a recipe from your own model and data.", FOOTER | ACTS),
     ],
     "home: lists": [
         ("search", "slash", "Search", "Filter recipes and runs by any word shown.", FOOTER),

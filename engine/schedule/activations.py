@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import Chunk, Plan, offloaded_graph_bytes, stay_in_slots
-from penstock.engine.plan.problem import DKV_SLOTS, KV_SLOTS
+from penstock.engine.plan.problem import DKV_SLOTS, KV_SLOTS, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.kinds import Mode
@@ -40,6 +40,8 @@ class ActivationSchedule:
         self._window: list[Any] = [None] * (plan.windows * plan.window_chunks)
         """Which (layer, chunk, step) each chunk's part of the windows holds: on the compute device, or in RAM where
         keys and values are streamed."""
+        self._widths: list[Any] = [None] * plan.windows
+        """Of the layer that the parts of each window are laid out for."""
         self.streams: dict[int, list[Chunk]] = {}
         """Micro-batch -> its chunks, of the group being emitted; one without any is not there."""
         self._stay = False
@@ -185,7 +187,7 @@ class ActivationSchedule:
         region = r.saved_activation("saved", *self.key(layer, chunk))
         if layer in self._plan.recomputed:
             region = r.resource(r.RAM_WINDOW_SAVED, chunk.local)
-        self._load_part("saved", layer, chunk, region, r.saved(slot), {a.SLOT: slot})
+        self._load_part("saved", layer, chunk, region, [r.saved(slot)], {a.SLOT: slot})
         return slot
 
     def store_saved(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
@@ -208,7 +210,7 @@ class ActivationSchedule:
             return slot
         slot = self.pool("graph").take(content)
         region = r.saved_activation("graph", *self.key(layer, chunk))
-        self._load_part("graph", layer, chunk, region, r.graph_slot(slot), {a.SLOT: slot})
+        self._load_part("graph", layer, chunk, region, [r.graph_slot(slot)], {a.SLOT: slot})
         return slot
 
     def store_graph(self, layer: int, chunk: Chunk, slot: int) -> None:
@@ -219,12 +221,12 @@ class ActivationSchedule:
     # ------------------------------------------------------------------ offload and restore
 
     def _load_part(
-        self, kind: str, layer: int, chunk: Chunk, region: Resource, target: Resource, slots: dict[str, int]
+        self, kind: str, layer: int, chunk: Chunk, region: Resource, targets: list[Resource], slots: dict[str, int]
     ) -> None:
         if (kind, *self.key(layer, chunk)) in self._on_nvme:
             slots[a.STAGE] = self._unspill(kind, layer, chunk)
             region = r.resource(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
-        self._move(a.LOAD[kind], layer, chunk, [region], [target], slots)
+        self._move(a.LOAD[kind], layer, chunk, [region], targets, slots)
 
     def _store_part(
         self, kind: str, mode: Mode, layer: int, chunk: Chunk, source: Resource, region: Resource, slots: dict[str, int]
@@ -254,9 +256,22 @@ class ActivationSchedule:
         index = self._window_index(chunk)
         return [r.kv(i) for i in range(index - chunk.local, index + 1)]
 
-    def write_window(self, layer: int, chunk: Chunk) -> None:
-        """The chunk's part of the window is about to be computed."""
-        self._window[self._window_index(chunk)] = self.content(layer, chunk)
+    def write_window(self, layer: int, chunk: Chunk) -> list[Resource]:
+        """The chunk's part of the window is about to be written: that part, and all others of the window where another
+        layer was of other widths, whose parts lie elsewhere in the same memory."""
+        index = self._window_index(chunk)
+        written = [r.kv(index)]
+        if not self._fits_window(layer, chunk):
+            self._widths[chunk.micro_batch % self._plan.windows] = _widths(self._plan.blocks[layer])
+            first = index - chunk.local
+            written += [r.kv(i) for i in range(first, first + self._window_chunks) if i != index]
+            self._window[first : first + self._window_chunks] = [None] * self._window_chunks
+        self._window[index] = self.content(layer, chunk)
+        return written
+
+    def _fits_window(self, layer: int, chunk: Chunk) -> bool:
+        """Whether a layer's keys and values lie in the chunk's window as those that are there."""
+        return bool(self._widths[chunk.micro_batch % self._plan.windows] == _widths(self._plan.blocks[layer]))
 
     def store_window(self, layer: int, chunk: Chunk) -> None:
         """Keys and values leave, unless backward makes them again or never comes."""
@@ -270,8 +285,8 @@ class ActivationSchedule:
         if self._window[index] == content or not self._plan.blocks[layer].attends:
             self._discard("kv", layer, chunk)
             return
-        self._window[index] = content
-        self._load_part("kv", layer, chunk, r.saved_activation("kv", *self.key(layer, chunk)), r.kv(index), {})
+        written = self.write_window(layer, chunk)
+        self._load_part("kv", layer, chunk, r.saved_activation("kv", *self.key(layer, chunk)), written, {})
 
     def load_whole_window(self, layer: int, chunk: Chunk) -> None:
         """Bring keys and values of all chunks of a chunk's micro-batch."""
@@ -287,7 +302,7 @@ class ActivationSchedule:
             turn += 1
         if turn >= len(order):
             layer = self._attending_before(layer)
-        if layer in self._unsaved:
+        if layer in self._unsaved or not self._fits_window(layer, chunk):
             return
         following = self.streams[order[turn % len(order)]]
         behind = following[chunk.local + 1 :][::-1] if self.ends_stream(chunk) else []
@@ -373,3 +388,8 @@ class ActivationSchedule:
         there = r.resource(r.RAM_WINDOW_DKV, chunk.local)
         self._move(a.STORE["dkv"], layer, chunk, [r.dkv(slot)], [there], {a.SLOT: slot})
         self.dkv.release(slot, keep=True)
+
+
+def _widths(block: BlockShape) -> tuple[int, int, int]:
+    """What says how keys and values lie in a window: all of its keys, then all of its values."""
+    return block.kv_numel_per_token, block.q_numel_per_token, block.out_numel_per_token

@@ -87,7 +87,9 @@ class ScheduleBuilder:
         What they find is known after the last one. `commit_previous` commits a generation once the waiting gradient is
         applied.
         """
-        assert pass_.groups[-1].chunks[0].index == 0, "a pass goes through every block, whatever it holds"
+        assert pass_.groups[-1].chunks[0].index == 0, "a pass has the first chunk, whatever that holds"
+        visited = {block for group in pass_.groups for _, block, _ in group.visits}
+        assert self._state.waiting is None or len(visited) == len(self._plan.blocks), "some updates would be left out"
         self._emitter.step, self._emitter.batch = pass_.step, pass_.batch
         self._pass = pass_
         self._updated.clear()
@@ -281,12 +283,11 @@ class ScheduleBuilder:
             activations.pool(a.GRAPH).release(slots[a.GRAPH], keep=reread)
 
     def _outputs(self, task: Task) -> tuple[Sequence[str], int]:
-        """Which activations a task makes, and of which block: the next one's inputs, or the gradients of an input's
-        output where that has a backward."""
+        """Which activations a task makes, and of which block: inputs of the one that the pass visits next, or the
+        gradients of an input's output where that has a backward."""
         block = self._plan.blocks[task.layer]
-        if task.mode in ONWARD and task.layer in self._next:
-            following = self._next[task.layer]
-            return self._plan.blocks[following].input_kinds, following
+        if task.mode in ONWARD and task.following is not None:
+            return self._plan.blocks[task.following].input_kinds, task.following
         if block.inputs and task.mode in WITH_GRADIENTS and self._plan.blocks[block.inputs[0]].backward:
             return [GRADIENT_OF[kind] for kind in block.input_kinds], block.inputs[0]
         return (), task.layer
@@ -359,8 +360,7 @@ class ScheduleBuilder:
         window, last = activations.window(chunk), activations.ends_stream(chunk)
         if task.mode != "backward":
             slots[a.SAVED] = activations.pool(a.SAVED).take(activations.content(layer, chunk))
-            activations.write_window(layer, chunk)
-            written = [window[-1], r.saved(slots[a.SAVED])]
+            written = [*activations.write_window(layer, chunk), r.saved(slots[a.SAVED])]
             self._emit_block(task, operands, slots, reads=window[:-1], writes=written)
             activations.store_saved(layer, chunk, slots[a.SAVED], task.mode)
             if task.mode == "forward":

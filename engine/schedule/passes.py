@@ -129,6 +129,8 @@ class Task:
     mode: Mode
     layer: int
     """Index of the block in the plan."""
+    following: int | None
+    """Index of the block that the group visits next."""
     chunk: Chunk
     first: bool
     last: bool
@@ -136,9 +138,13 @@ class Task:
 
 def tasks(groups: Sequence[Group]) -> list[Task]:
     """All visits of a pass, chunk by chunk."""
-    visits = ((group, visit) for group in groups for visit in group.visits)
+    visits = [
+        (group, visit, following)
+        for group in groups
+        for visit, following in itertools.zip_longest(group.visits, [block for _, block, _ in group.visits[1:]])
+    ]
     return [
-        Task(group, number, mode, block, chunk, chunk is order[0], chunk is order[-1])
-        for number, (group, (mode, block, order)) in enumerate(visits)
+        Task(group, number, mode, block, following, chunk, chunk is order[0], chunk is order[-1])
+        for number, (group, (mode, block, order), following) in enumerate(visits)
         for chunk in order
     ]

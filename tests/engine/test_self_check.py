@@ -58,6 +58,7 @@ OFTEN: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {}),
     ("qwen3_next", {}),
     ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),  # learned positions
+    ("gemma4_text", {"hidden_size_per_layer_input": 0}),  # layers of different widths, badly conditioned
     ("llama4_text", {}),  # chunked attention, and layers that count their tokens themselves
 ]
 RARE: list[tuple[str, dict[str, Any]]] = [
@@ -70,7 +71,6 @@ RARE: list[tuple[str, dict[str, Any]]] = [
     ("ministral3", {"rope_parameters": MINISTRAL}),
     ("mamba2", {}),  # no attention
     ("falcon_h1", {}),  # a buffer that the model sets in its layers
-    ("gemma4_text", {"hidden_size_per_layer_input": 0}),  # layers of different widths, badly conditioned
 ]
 RARELY = [pytest.param(*case, marks=pytest.mark.long) for case in RARE]
 HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*", "*.norm.weight"]

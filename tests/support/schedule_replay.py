@@ -30,6 +30,8 @@ class Replay:
         self._whole = {chunk.index: chunk for chunk in plan.chunks}
         self._nbytes: dict[tuple[Any, ...], int] = {}
         self.held: dict[Resource, Any] = {}
+        self._widths: dict[int, tuple[int, int]] = {}
+        """Number of a window -> of the layer whose keys and values are in it."""
         self.spilled: set[tuple[int, int]] = set()
         self.graphs = 0
         self._sampled: dict[int, tuple[int, int]] = {}
@@ -74,6 +76,8 @@ class Replay:
         if not self.plan.blocks[content[1]].backward:
             assert verb != "spill", "saved for no backward"
             assert op.writes[0][0] not in r.SAVED_SPACES, "saved for no backward"
+        if op.writes[0][0] == r.GPU_KV and not self.plan.streamed:
+            self._lay_out(op, op.writes[0])
         self.held[op.writes[0]] = found
         if verb == "spill":
             self.spilled.add((content[1], self.plan.index_in_group(op.index)))
@@ -215,8 +219,20 @@ class Replay:
         *before, (here, own) = self._places(op)
         for place, chunk in before:
             self._wants(place, self._content("kv", op, chunk), op)
+        self._lay_out(op, here)
         self.held[here] = self._content("kv", op, own)
         self.held[r.saved(op.slots[a.SAVED])] = self._content("saved", op)
+
+    def _lay_out(self, op: Op, place: Resource) -> None:
+        """Before the op writes a part of a window: where that held keys and values of other widths, nothing of them is
+        left, as parts of these lie elsewhere in the same memory."""
+        block, parts = self.plan.blocks[self._number[op.block]], self.plan.window_chunks
+        window, widths = place[-1] // parts, (block.kv_numel_per_token, block.q_numel_per_token)
+        if self._widths.setdefault(window, widths) != widths:
+            self._widths[window] = widths
+            for part in range(window * parts, (window + 1) * parts):
+                assert r.kv(part) in op.writes
+                self.held[r.kv(part)] = None
 
     def _layer_recompute(self, op: Op) -> None:
         assert self._number[op.block] in self.plan.recomputed

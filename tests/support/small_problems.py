@@ -40,6 +40,7 @@ def problem(
     edge: int = 8,
     without_attention: frozenset[int] = frozenset(),
     sliding: frozenset[int] = frozenset(),
+    wide: frozenset[int] = frozenset(),
     graph_bytes: int | None = 700,
     frozen: frozenset[int] = frozenset(),
     halves: frozenset[int] = frozenset(),
@@ -49,17 +50,18 @@ def problem(
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
 
     Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is. The
-    layers in `experts` have those as a block of their own.
+    layers in `experts` have those as a block of their own; heads of those in `wide` are twice as wide.
     """
     blocks = [BlockShape(name="embed", kind="embed", buffers=("embed",))]
     for i in range(layers):
+        times = 2 if i in wide else 1
         attention = {
-            "out_bytes_per_token": HEADS * HEAD_DIM * 2,
+            "out_bytes_per_token": times * HEADS * HEAD_DIM * 2,
             "lse_bytes_per_token": HEADS * 4,
-            "kv_bytes_per_token": 2 * KV_DIM * 2,
-            "kv_numel_per_token": 2 * KV_DIM,
-            "q_numel_per_token": HEADS * HEAD_DIM,
-            "out_numel_per_token": HEADS * HEAD_DIM,
+            "kv_bytes_per_token": times * 2 * KV_DIM * 2,
+            "kv_numel_per_token": times * 2 * KV_DIM,
+            "q_numel_per_token": times * HEADS * HEAD_DIM,
+            "out_numel_per_token": times * HEADS * HEAD_DIM,
             "projection_flops_per_token": 2 * 2048,
         }
         layer = BlockShape(
@@ -165,6 +167,7 @@ general = st.builds(
     reader_bytes=st.sampled_from([0, 70_000]),
     kv_window=st.sampled_from(["auto", "whole", "streamed"]),
     sliding=st.frozensets(st.integers(0, 4), max_size=2),
+    wide=st.frozensets(st.integers(0, 4), max_size=2),
 )
 streaming = st.builds(
     problem,
@@ -179,6 +182,7 @@ streaming = st.builds(
     ram_budget=st.integers(100_000, 1_000_000),
     kv_window=st.just("streamed"),
     sliding=st.frozensets(st.integers(0, 2), max_size=2),
+    wide=st.frozensets(st.integers(0, 2), max_size=2),
 )
 problems = st.one_of(general, streaming)
 

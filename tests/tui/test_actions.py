@@ -80,13 +80,13 @@ async def press_everything(pilot: Pilot[None], scope: str) -> None:
             for key in action.keys.split(","):
                 await press(pilot, key)
                 assert pilot.app.screen is screen, (action.id, pilot.app.screen)
-            getattr(screen, f"action_{action.id}")()  # by whatever other way
+            await pilot.app.run_action(action.id, screen)  # by whatever other way
             await pilot.pause()
             assert pilot.app.screen is screen, (action.id, pilot.app.screen)
 
 
 def test_what_acts_is_marked_in_the_table_and_the_page_of_keys_is_written_of_it() -> None:
-    marked = {"home": "configure resume finetune", "finetune": "look configure", "fit": "configure"}
+    marked = {"home": "configure resume screen", "finetune": "look configure", "fit": "configure"}
     marked |= {"configure": "save launch", "run": "save_checkpoint pause resume stop export"}
     marked |= {"timeline": "export export_run"}
     assert {(scope, action) for scope, ids in marked.items() for action in ids.split()} == ACTING

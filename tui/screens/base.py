@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events, work
@@ -66,6 +67,15 @@ class PenstockScreen(Screen[None]):
     def penstock(self) -> Host:
         """The application."""
         return host_of(self)
+
+    def action_screen(self, name: str) -> None:
+        """Open the screen `name` (PenstockApp.open), about what this one shows."""
+        self.penstock.open(name, *self.subject)
+
+    @property
+    def subject(self) -> tuple[Path, ...]:
+        """The run that it is about, if it is about one."""
+        return ()
 
     def why_not(self, action: str) -> str:
         """Why an action that `check_action` refuses does nothing now; empty: nothing is said."""

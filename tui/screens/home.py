@@ -268,12 +268,6 @@ class HomeScreen(PenstockScreen):
         else:
             self.penstock.open("compare", paths)
 
-    def action_fit(self) -> None:
-        self.penstock.open("fit")
-
-    def action_finetune(self) -> None:
-        self.penstock.open("finetune")
-
     def action_switch(self) -> None:
         to_runs = self._runs and self._table("recipes").has_focus
         self._table("runs" if to_runs else "recipes").focus()

@@ -340,6 +340,10 @@ class RunScreen(LaneKeys, PenstockScreen):
         self.data.want_predicted = True
         self.lanes.toggle_predicted()
 
+    @property
+    def subject(self) -> tuple[Path, ...]:
+        return (self.data.path,)
+
     def action_timeline(self) -> None:
         self.penstock.open("timeline", self.data.path, self.loss.cursor_step())
 
