@@ -183,7 +183,9 @@ def _streamed(
         make_plan(problem, options)
     except BudgetError as least:
         problem = replace(problem, gpu_budget=least.need_bytes)
-    computing = Computing(make_plan(problem, options), runner, _Parameters(runner.spec, parameters), _LOGITS_BYTES)
+    weights = _Parameters(runner.spec, parameters)
+    with preparing.Checklist().step("a few buffers"):  # of which nobody needs to hear one by one
+        computing = Computing(make_plan(problem, options), runner, weights, _LOGITS_BYTES)
     with closing(computing):
         loss = passes.gradients(computing, batch).loss
         return loss, errors(computing.gradients())

@@ -211,8 +211,8 @@ def _table(
 
 _BEGINNINGS = {
     "open": "open the selected recipe; quickstart trains a small model in minutes on any machine",
-    "finetune": "fine-tune a model of yours on your own data",
-    "fit": "see which models this machine can train, and how fast",
+    "screen('finetune')": "fine-tune a model of yours on your own data",
+    "screen('fit')": "see which models this machine can train, and how fast",
     "help": "list all keys",
 }
 """Action of Home -> what begins with it."""
