@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.runner import ModelRunner
-from penstock.engine.model.spec import layouts
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import BatchCarrier
@@ -46,11 +45,9 @@ class Computing:
             if device.type == "cuda":
                 ram.arena.pin()
             load_memory(source, plan, self._gpu, ram, runner.dtype, weights or ())
-            train, flat = TrainConfig(steps=1), layouts(self.spec)
-            optimizer = find_optimizer(train).make("fused")
-            self.runtime = Runtime(
-                plan, flat, runner, optimizer, source, self._gpu, ram, train, logits_bytes, lambda step: None
-            )
+            train = TrainConfig(steps=1)
+            work = plan, runner, find_optimizer(train).make("fused"), source, self._gpu, ram
+            self.runtime = Runtime(*work, train, logits_bytes, lambda step: None)
             self.carrier = BatchCarrier(plan.chunks, device)
             self._begin()
             undo.pop_all()

@@ -28,7 +28,7 @@ from penstock.engine.generate.prompts import Prompts
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.reservations import Reservation
-from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.preparing import Checklist
@@ -89,7 +89,6 @@ class Session:
                 **asdict(plan.choice),
             }
         }
-        self.layouts = layouts(spec)
         self.step = int(store.meta["step"])
         self.tokens = int(store.meta["tokens"])
         self.steps_reported = 0
@@ -151,18 +150,8 @@ class Session:
                 self.ram.arena.pin(on_progress=lambda done, total: checklist.progress(done / total))
         with checklist.step("filling the tiers"):
             load_memory(store, plan, self.gpu, self.ram, dtype)
-        self.runtime = Runtime(
-            plan,
-            self.layouts,
-            compute.runner,
-            compute.optimizer,
-            store,
-            self.gpu,
-            self.ram,
-            train,
-            LOGITS_BYTES[device.type],
-            self._commit,
-        )
+        work = plan, compute.runner, compute.optimizer, store, self.gpu, self.ram
+        self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit)
         self.builder = ScheduleBuilder(plan)
         guard = MemoryGuard(plan, self._ram_bytes())
 

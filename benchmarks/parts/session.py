@@ -19,7 +19,6 @@ from benchmarks.parts.setup import Setup
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.loader import DataLoader, MicroBatch, make_loader
 from penstock.engine.events import Observer
-from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.kernels import choose_kernels, kernel_query
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.compilers import find_compilation
@@ -109,13 +108,10 @@ def open_drawn(
         if calibrated is not None and compute.compiled and not setup.plan.streamed:
             calibration = calibrate(
                 setup.plan,
-                layouts(setup.spec),
-                compute.runner,
-                compute.optimizer,
+                compute,
                 setup.recipe.train,
                 typical_batch(loader),
                 this_machine(setup.device),
-                LOGITS_BYTES[setup.device.type],
                 lanes.executor,
             )
             depth, setup = len(setup.spec.attention), calibrated(calibration.graph_bytes_per_token)

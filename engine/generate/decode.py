@@ -34,6 +34,13 @@ class Row(NamedTuple):
     start: int
     """Position of the first of `ids`."""
     ids: Sequence[int]
+    wanted: bool = True
+    """Whether the logits behind the last of them are."""
+
+    @property
+    def end(self) -> int:
+        """Position behind the last."""
+        return self.start + len(self.ids)
 
 
 class Forward(Protocol):
@@ -84,7 +91,7 @@ def decode(
     starts = [0] * len(prompts) if known is None else known
     rows = [Row(i, start, ids[start:]) for i, (start, ids) in enumerate(zip(starts, prompts, strict=True))]
     while rows:
-        targets = [(row.sequence, row.start + len(row.ids)) for row in rows]
+        targets = [(row.sequence, row.end) for row in rows]
         chosen = choose(forward(rows), [(first + sequence, position) for sequence, position in targets], decoding)
         rows = []
         for (sequence, position), token in zip(targets, chosen, strict=True):

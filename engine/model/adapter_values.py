@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from penstock.engine.model import skeleton
 from penstock.engine.model.adapters import MAGNITUDE, adapted_module, is_adapter, plain_name
+from penstock.engine.model.skeleton import Tensors
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.layout import ParamSpec
-
-Tensors = Mapping[str, Tensor]
-"""By the parameter's state-dict name in a model with the adapter."""
 
 
 class AdapterLayers:

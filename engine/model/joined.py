@@ -7,13 +7,19 @@ several, forward, for the gradient of what they read and for those of the weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.model import skeleton
-from penstock.engine.model.recompute import sharing_copy
+
+
+def sharing_copy(layer: nn.Module) -> nn.Module:
+    """A copy of `layer` with the same parameters and buffers."""
+    shared = [*layer.parameters(), *layer.buffers()]
+    return copy.deepcopy(layer, {id(tensor): tensor for tensor in shared})
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
@@ -40,30 +46,22 @@ class _Rest:
 class _Part(nn.Module):
     """Stands where a linear module of a product stood, of whose output it hands on its own columns.
 
-    The one that is called first computes them all.
+    The one that is called first has the `whole` product, and computes the columns of all, `sizes` of each.
     """
 
-    def __init__(self, linear: nn.Linear, rest: _Rest) -> None:
+    def __init__(
+        self, linear: nn.Linear, rest: _Rest, whole: nn.Linear | None = None, sizes: Sequence[int] = ()
+    ) -> None:
         super().__init__()
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
-        self.rest = rest
+        self.rest, self.whole, self.sizes = rest, whole, list(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        y, *self.rest.outputs = self.rest.outputs
-        return y
-
-
-class _FirstPart(_Part):
-    def __init__(self, linear: nn.Linear, rest: _Rest, whole: nn.Linear, sizes: Sequence[int]) -> None:
-        super().__init__(linear, rest)
-        self.whole, self.sizes = whole, list(sizes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        outputs = self.rest.outputs if self.whole is None else self.whole(x).split(self.sizes, dim=-1)
         y: Tensor
-        y, *self.rest.outputs = self.whole(x).split(self.sizes, dim=-1)
+        y, *self.rest.outputs = outputs
         return y
 
 
@@ -90,7 +88,7 @@ class JoinedTwin:
             setattr(whole, key, skeleton.placeholder(parameter, like.device, like.dtype, trained=like.requires_grad))
         self._bound.append((whole, whole.weight.data, names))
         rest = _Rest()
-        self.module.set_submodule(names[0], _FirstPart(linears[0], rest, whole, sizes))
+        self.module.set_submodule(names[0], _Part(linears[0], rest, whole, sizes))
         for name, linear in zip(names[1:], linears[1:], strict=True):
             self.module.set_submodule(name, _Part(linear, rest))
         self.members[f"{names[0]}.whole"] = names
@@ -114,21 +112,22 @@ def readers_of_one(
 
     `run(layer)` is the layer's output; each of the modules is called once.
     """
-    seen: list[tuple[Tensor, list[str]]] = []
+    calls = inputs_of(layer, names, run)
+    readers: dict[int, list[str]] = {}
+    for name, x in calls:
+        readers.setdefault(id(x), []).append(name)
+    return tuple(tuple(group) for group in readers.values() if len(group) > 1)
 
-    def note(name: str, x: Tensor) -> None:
-        for tensor, readers in seen:
-            if tensor is x:
-                readers.append(name)
-                return
-        seen.append((x, [name]))
 
+def inputs_of(layer: nn.Module, names: Iterable[str], run: Callable[[nn.Module], Tensor]) -> list[tuple[str, Tensor]]:
+    """Each call of the layer's modules `names` while it runs, in order: the module's name and its input."""
+    calls: list[tuple[str, Tensor]] = []
     hooks = [
-        layer.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+        layer.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: calls.append((name, args[0])))
         for name in names
     ]
     with torch.no_grad():
         run(layer)
     for hook in hooks:
         hook.remove()
-    return tuple(tuple(readers) for _, readers in seen if len(readers) > 1)
+    return calls

@@ -9,7 +9,7 @@ chunk's AttentionState; or in pieces around its attention, which is then compute
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +20,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from penstock.engine.attention import chunk as attention
-from penstock.engine.attention.chunk import AttentionCall, AttentionState
+from penstock.engine.attention.chunk import AttentionCall, AttentionState, Handler
 from penstock.engine.model import skeleton
 from penstock.engine.model.branches import Outbox, Sender
 from penstock.engine.model.joined import JoinedTwin
 from penstock.engine.model.layer_graph import LayerGraph, Projection, SavedTensors
-from penstock.engine.model.recompute import for_backward
 from penstock.engine.model.router import RouterBalance
-from penstock.engine.model.skeleton import LayerCall
+from penstock.engine.model.skeleton import LayerCall, Tensors
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.sums import Product, SummedTwin
 
@@ -61,6 +60,8 @@ class _Entry(torch.autograd.Function):
         return grads[0], None
 
 
+Ranges = Sequence[tuple[int, int]]
+"""First and end of some ranges of tokens."""
 Compiled = bool | Callable[..., Any]
 """Whether layers run through torch.compile, or by which backend of its own."""
 
@@ -84,56 +85,38 @@ def holding_little(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Template:
-    """One layer module that computes any layer of its structure; `unread`, `summed`, `joined` as in ModelSpec."""
+    """One layer module that computes any layer of the structure of layer `index`."""
 
     def __init__(
-        self,
-        layer: nn.Module,
-        unread: str | None,
-        summed: Sequence[str],
-        joined: Sequence[Sequence[str]],
-        frozen: Container[str],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        compile: Compiled,
+        self, layer: nn.Module, spec: ModelSpec, index: int, prefix: str, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`frozen`: names in the layer of parameters that want no gradient."""
-        for name, part in layer.named_modules():
-            for key, parameter in part._parameters.items():
-                if parameter is not None:
-                    trained = (f"{name}.{key}" if name else key) not in frozen
-                    part._parameters[key] = skeleton.placeholder(parameter, device, dtype, trained=trained)
+        """`prefix` begins the names of the layer's parameters."""
+        joined, unread, frozen = spec.joined[index], spec.unread[index], spec.frozen_params
+        skeleton.empty(layer, prefix, frozen, device, dtype)
         self.parameters = dict(layer.named_parameters())
         self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self._placeholders = {name: parameter.data for name, parameter in self.parameters.items()}
         self.buffers = dict(layer.named_buffers())
         self.plain, self._joined = layer, JoinedTwin(layer, joined)
         in_one = {name for members in joined for name in members}
-        alone = [name for name in summed if f"{name}.weight" in self.trained and f"{name}.bias" not in frozen]
+        alone = [n for n in spec.summed[index] if f"{n}.weight" in self.trained and f"{prefix}{n}.bias" not in frozen]
         names = {name: (name,) for name in alone if name not in in_one} | self._joined.members
         whole = self._joined.module
-        base = whole if unread is None or unread in names else for_backward(whole, unread)
         self.saving = SummedTwin(whole, names, None)
         """Its forward with a graph to save, and what backward recomputes."""
-        self.recomputed = SummedTwin(base, names, unread)
+        self.recomputed = SummedTwin(whole, names, unread)
         self.modules = (whole, self.saving.module, self.recomputed.module)
-        self.forward: Callable[..., Any]
-        self.recompute: Callable[..., Any]
-        self.save_graph: Callable[..., Any]
-        """Forward with a graph to save."""
-        self.compile(compile)
-
         self._indices: dict[int, list[tuple[nn.Module, str, Any]]] = {}
 
     def compile(self, compiled: Compiled) -> None:
-        """Run through torch.compile from now on, or eagerly."""
-        layer, saving, twin = self.modules
-        # One graph per chunk length: a general-size graph would also slow down the usual length.
-        backend = "inductor" if compiled is True else compiled
-        self.forward = torch.compile(layer, dynamic=False, backend=backend) if backend else layer
-        self.recompute = torch.compile(twin, dynamic=False, backend=backend) if backend else twin
-        self.save_graph = holding_little(torch.compile(saving, dynamic=False, backend=backend)) if backend else saving
+        """Run through torch.compile from now on, or eagerly: forward, forward with a graph to save, and recompute."""
+        run: list[Callable[..., Any]] = [*self.modules]
+        if compiled:
+            # One graph per chunk length: a general-size graph would also slow down the usual length.
+            backend = "inductor" if compiled is True else compiled
+            run = [torch.compile(module, dynamic=False, backend=backend) for module in self.modules]
+            run[1] = holding_little(run[1])
+        self.forward, self.save_graph, self.recompute = run
 
     def adopt(self, index: int, layer: nn.Module) -> None:
         """Know of itself what `layer`, the model's layer `index`, knows of its place in the model."""
@@ -149,7 +132,7 @@ class _Template:
             parameter.data = self._placeholders[name]
         self._joined.unbind()
 
-    def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
+    def bind(self, weights: Tensors, prefix: str) -> None:
         for name, parameter in self.parameters.items():
             parameter.data = weights[prefix + name]
         self._joined.bind(lambda name: weights[prefix + name])
@@ -175,21 +158,13 @@ class LayerRunner:
         """
         self._spec, self._layers, self._device, self._dtype = spec, layers, device, dtype
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
-        stays, self._outbox = spec.frozen_params, Outbox()
+        self._outbox = Outbox()
         self._buffers = [dict(layer.named_buffers()) for layer in layers]
         self._templates = {
-            index: _Template(
-                self._without_branch(layers[index], index),
-                spec.unread[index],
-                spec.summed[index],
-                spec.joined[index],
-                {name.removeprefix(own) for name in stays if name.startswith(own := self._prefixes[index])},
-                device=device,
-                dtype=dtype,
-                compile=compile,
-            )
-            for index in sorted(set(spec.structures))
+            i: _Template(self._without_branch(layers[i], i), spec, i, self._prefixes[i], device, dtype)
+            for i in sorted(set(spec.structures))
         }
+        self.compile(compile)
         self.sent: tuple[Tensor, ...] = ()
         """What the layer that was run last handed to its branch."""
         self.balance = balance
@@ -216,9 +191,7 @@ class LayerRunner:
 
     # ------------------------------------------------------------------ from end to end
 
-    def states(
-        self, index: int, documents: Sequence[int], ranges: Sequence[tuple[int, int]]
-    ) -> list[AttentionState] | list[None]:
+    def states(self, index: int, documents: Sequence[int], ranges: Ranges) -> list[AttentionState] | list[None]:
         """Attention of layer `index` for the chunks `ranges` of one stream: windows shared, in memory of their own."""
         shape, total = self._spec.attention[index], ranges[-1][1]
         if shape is None:
@@ -240,12 +213,12 @@ class LayerRunner:
     def forward(
         self,
         index: int,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         inputs: LayerInputs,
         state: AttentionState | None,
         *,
-        keys: Sequence[tuple[int, int]] | None = None,
+        keys: Ranges | None = None,
     ) -> Tensor:
         """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention).
 
@@ -263,12 +236,7 @@ class LayerRunner:
             return self.forward_given(index, weights, x, inputs, state.out)
 
     def forward_by(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        handler: attention.Handler | None,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None
     ) -> Tensor:
         """Output [n, hidden] of layer `index` for x [n, hidden], with attention by `handler` (None: it has none).
 
@@ -280,14 +248,14 @@ class LayerRunner:
     def backward(
         self,
         index: int,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         dy: Tensor,
         inputs: LayerInputs,
         state: AttentionState | None,
-        grads: Mapping[str, Tensor],
+        grads: Tensors,
         *,
-        keys: Sequence[tuple[int, int]] | None = None,
+        keys: Ranges | None = None,
         dsent: Sequence[Tensor] = (),
     ) -> Tensor:
         """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
@@ -300,7 +268,7 @@ class LayerRunner:
             graph = self._graph(index, weights, x, inputs, handler, save_graph=False)
             graph.top(weights, dy, grads, dsent)
             return graph.dx()
-        graph = self.graph(index, weights, x, inputs, lambda p: state.out, save_graph=False)
+        graph = self.graph(index, weights, x, inputs, state.out, save_graph=False)
         dout = graph.top(weights, dy, grads, dsent)
         assert dout is not None
         assert graph.projection is not None
@@ -322,18 +290,13 @@ class LayerRunner:
 
     # ------------------------------------------------------------------ in pieces
 
-    def project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
+    def project(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs) -> Projection:
         """What layer `index` asks of attention for x [n, hidden]; nothing after that is computed."""
         with torch.no_grad():
             return self._project(index, weights, x[None], inputs)
 
     def _project(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        run: Callable[..., Any] | None = None,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, run: Callable[..., Any] | None = None
     ) -> Projection:
         def leave(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
             raise _Projected(Projection(q, k, v, call))
@@ -345,44 +308,32 @@ class LayerRunner:
             return projection
         raise AssertionError(f"layer {index} does not attend")
 
-    def forward_given(
-        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, out: Tensor
-    ) -> Tensor:
+    def forward_given(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor) -> Tensor:
         """Output [n, hidden] of layer `index` for x [n, hidden] and the output of its attention."""
         with torch.no_grad():
             return self._run(index, weights, x[None], inputs, lambda q, k, v, call: out)
 
     def graph(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        attend: Callable[[Projection], Tensor],
-        *,
-        save_graph: bool,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor, *, save_graph: bool
     ) -> LayerGraph:
-        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output `attend` gives.
+        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output is `out`.
 
         `save_graph`: the graph is to last while the slots of the weights, of x and of attention's output serve others.
         Otherwise it is for backward at once, and what nobody reads of the layer's output is left out.
         """
         seen: list[Projection] = []
-        leaves: list[Tensor] = []
+        out = (out.clone() if save_graph else out.detach()).requires_grad_()
 
         def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
             seen.append(Projection(q, k, v, call))
-            with torch.no_grad():
-                out = attend(Projection(q.detach(), k.detach(), v.detach(), call))
-            leaves.append((out.clone() if save_graph else out.detach()).requires_grad_())
-            return leaves[0]
+            return out
 
         graph = self._graph(index, weights, x, inputs, handle, save_graph=save_graph)
-        graph.projection, graph.out = seen[0], leaves[0]
+        graph.projection, graph.out = seen[0], out
         leaf = graph.x  # not the graph: what refers to itself lives until garbage is collected
         assert isinstance(leaf, Tensor)
 
-        def project(weights: Mapping[str, Tensor]) -> tuple[Projection, Sequence[Product]]:
+        def project(weights: Tensors) -> tuple[Projection, Sequence[Product]]:
             template = self._template(index)
             products, _, _ = self._summed(index, template.recomputed, leaf[0])
             return self._project(index, weights, leaf, inputs, template.recompute), products
@@ -391,12 +342,7 @@ class LayerRunner:
         return graph
 
     def save_graph(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        handler: attention.Handler | None,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None
     ) -> tuple[LayerGraph, Tensor]:
         """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it.
 
@@ -420,14 +366,7 @@ class LayerRunner:
         return graph, y.detach()
 
     def _graph(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        handler: attention.Handler | None,
-        *,
-        save_graph: bool,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None, *, save_graph: bool
     ) -> LayerGraph:
         template = self._template(index)
         products, names, parameters = self._summed(index, template.saving if save_graph else template.recomputed, x)
@@ -473,10 +412,10 @@ class LayerRunner:
     def _run(
         self,
         index: int,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         inputs: LayerInputs,
-        handler: attention.Handler | None,
+        handler: Handler | None,
         run: Callable[..., Any] | None = None,
     ) -> Tensor:
         """The layer's output [n, hidden] for x [1, n, hidden], by `run`, one of its template's ways; None: forward."""
@@ -496,7 +435,7 @@ class LayerRunner:
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y.squeeze(0)  # an index would copy the gradient on the way back
 
-    def _with_window(self, index: int, handler: attention.Handler) -> attention.Handler:
+    def _with_window(self, index: int, handler: Handler) -> Handler:
         """`handler` told of the layer's window, which a layer that leaves it to the mask does not pass on."""
         shape = self._spec.attention[index]
         assert shape is not None, "attention of a layer without it"

@@ -19,7 +19,7 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.branches import BranchRunner
 from penstock.engine.model.layers import LayerInputs, LayerRunner
 from penstock.engine.model.router import RouterBalance, find_router
-from penstock.engine.model.skeleton import LayerCall, Skeleton
+from penstock.engine.model.skeleton import LayerCall, Skeleton, Tensors
 from penstock.engine.model.spec import ModelSpec, rotary_threshold
 from penstock.engine.model.tokens import ChunkTokens
 
@@ -40,7 +40,7 @@ class ModelRunner:
         device: torch.device | str,
         dtype: torch.dtype,
         compile: bool = False,
-        constants: Mapping[str, Tensor] | None = None,
+        constants: Tensors | None = None,
         router_aux_loss: float = 0.0,
     ) -> None:
         """`constants`: values of `spec.constants`; the model's initial ones where not given. `router_aux_loss`: weight
@@ -62,7 +62,7 @@ class ModelRunner:
         self.layers = LayerRunner(
             spec, layers, prefix, device=self.device, dtype=dtype, compile=compile, balance=balance
         )
-        self.branches = BranchRunner(spec, layers, prefix, spec.frozen_params, device=self.device, dtype=dtype)
+        self.branches = BranchRunner(spec, layers, prefix, device=self.device, dtype=dtype)
         self._skeleton = Skeleton(
             model, device=self.device, dtype=dtype, returns=spec.returns, counting=spec.counts_positions
         )
@@ -116,18 +116,12 @@ class ModelRunner:
         leaves = {id(leaf): leaf for leaf in pytree.tree_leaves([(call.args, call.kwargs) for call in calls])}
         return [leaf.cpu().float().numpy().tobytes() for leaf in leaves.values() if isinstance(leaf, Tensor)]
 
-    def embed(self, weights: Mapping[str, Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, weights: Tensors, ids: Tensor, positions: Tensor) -> Tensor:
         """First layer's input [n, hidden] of token ids at positions (int64 [n])."""
         with torch.no_grad(), self._skeleton.bound(weights):
             return self._skeleton.embed(ids.to(self.device), positions.to(self.device))
 
-    def embed_backward(
-        self,
-        weights: Mapping[str, Tensor],
-        tokens: ChunkTokens,
-        dx: Tensor,
-        grads: Mapping[str, Tensor],
-    ) -> None:
+    def embed_backward(self, weights: Tensors, tokens: ChunkTokens, dx: Tensor, grads: Tensors) -> None:
         """Add the embedding's gradient for dx [n, hidden], the gradient of `embed`'s result for these tokens.
 
         The token table's gradient is computed for the chunk's distinct ids only, never for the whole vocabulary.
@@ -153,11 +147,11 @@ class ModelRunner:
 
     def head(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         tokens: ChunkTokens,
         loss_scale: float,
-        grads: Mapping[str, Tensor],
+        grads: Tensors,
         logits_bytes: int,
         *,
         z_loss: float = 0.0,
@@ -191,9 +185,7 @@ class ModelRunner:
                 del computed
         return loss, dx
 
-    def evaluate(
-        self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int
-    ) -> tuple[Tensor, Tensor]:
+    def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> tuple[Tensor, Tensor]:
         """Of each target its log-probability, float64 [t], and whether it is the likeliest token, bool [t]."""
         scores = torch.zeros_like(tokens.labels, dtype=torch.float64)
         right = torch.zeros_like(tokens.labels, dtype=torch.bool)
@@ -208,12 +200,12 @@ class ModelRunner:
                 del logits
         return scores, right
 
-    def logits(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def logits(self, weights: Tensors, x: Tensor) -> Tensor:
         """Logits [n, vocab] of the last layer's output x [n, hidden]."""
         with torch.no_grad(), self._skeleton.bound(weights):
             return self._skeleton.logits(x)
 
-    def _find_logits_cost(self, bound: Mapping[str, Tensor]) -> loss_terms.LogitsCost:
+    def _find_logits_cost(self, bound: Tensors) -> loss_terms.LogitsCost:
         if self._logits_cost is None:
             x = torch.zeros(2, self.spec.hidden_size, dtype=self.dtype, device=self.device).requires_grad_()
             with torch.enable_grad():

@@ -26,6 +26,9 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.model import adapters
 from penstock.storage.files.errors import UserError
 
+Tensors = Mapping[str, Tensor]
+"""By the parameter's state-dict name."""
+
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"})
 """Attributes in which transformers layers keep their own number; they do not make two layers different."""
 
@@ -237,6 +240,15 @@ def placeholder(parameter: Tensor, device: torch.device, dtype: torch.dtype, *, 
     return nn.Parameter(empty, requires_grad=trained)
 
 
+def empty(module: nn.Module, prefix: str, frozen: Container[str], device: torch.device, dtype: torch.dtype) -> None:
+    """Put placeholders in the place of a module's parameters; `frozen`: names, begun by `prefix`, of untrained ones."""
+    for path, part in module.named_modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                name = prefix + (f"{path}.{key}" if path else key)
+                part._parameters[key] = placeholder(parameter, device, dtype, trained=name not in frozen)
+
+
 class Skeleton:
     """The model around its layers, its non-layer parameters bound from outside."""
 
@@ -277,7 +289,7 @@ class Skeleton:
         return {name: p.shape for name, p in self._placeholders.items()}
 
     @contextmanager
-    def bound(self, tensors: Mapping[str, Tensor], frozen: Container[str] = ()) -> Iterator[dict[str, nn.Parameter]]:
+    def bound(self, tensors: Tensors, frozen: Container[str] = ()) -> Iterator[dict[str, nn.Parameter]]:
         """Inside the block the model computes with `tensors`; yields the parameters that stand for them, of which those
         in `frozen` want no gradient."""
         given = {
@@ -293,7 +305,7 @@ class Skeleton:
 
     @contextmanager
     def compact_vocabulary(
-        self, tensors: Mapping[str, Tensor], distinct: Tensor
+        self, tensors: Tensors, distinct: Tensor
     ) -> Iterator[tuple[dict[str, Tensor], dict[str, int], int | None]]:
         """Inside the block the token table has rows for the ids `distinct` [u] only, in that order.
 

@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from penstock.engine.attention.backends import emulated
 from penstock.engine.clock import clock
-from penstock.engine.model.joined import side_by_side
-from penstock.engine.model.recompute import sharing_copy
+from penstock.engine.model.joined import inputs_of, sharing_copy, side_by_side
 
 
 class GradientSums(dict[str, Tensor]):
@@ -171,14 +170,16 @@ _TRIED_SHARE = 16
 two bytes an element of a whole gradient, also where that is one of two matrices in one."""
 
 
-class _Operands(torch.autograd.Function):
-    """y = x W^T + b, and backward what the gradient of W is the product of, as gradients of `into` and `onto`."""
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b, or zero where that is `unread`; backward what the gradient of W is the product of, as gradients of
+    `into` and `onto`, or without these the gradients themselves."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor, onto: Tensor, unread: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor | None, onto: Tensor | None, unread: bool
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.summed = into is not None
         if unread:
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
         return functional.linear(x, weight, bias)
@@ -188,8 +189,12 @@ class _Operands(torch.autograd.Function):
         (dy,) = grads
         x, weight = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
-        dx = _input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
-        return dx, None, None, x.detach().reshape(-1, x.shape[-1]), rows, None
+        if ctx.summed:
+            dx = _input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+            return dx, None, None, x.detach().reshape(-1, x.shape[-1]), rows, None
+        dweight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        dbias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
+        return dy @ weight, dweight, dbias, None, None, None
 
 
 def _input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
@@ -198,7 +203,7 @@ def _input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 class SummedLinear(nn.Module):
-    """Shares the parameters of an nn.Linear, whose gradients it leaves to be computed from `into` and `onto`."""
+    """Shares the parameters of an nn.Linear; leaves its gradients to be computed from `into` and `onto`, if given."""
 
     def __init__(self, linear: nn.Linear, *, unread: bool) -> None:
         """`unread`: its output is zero, as nobody reads it (engine/model/recompute.py)."""
@@ -206,16 +211,14 @@ class SummedLinear(nn.Module):
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
         self.unread = unread
-        self.into: Tensor
+        self.into: Tensor | None = None
         """[n, in]: its gradient is the module's input."""
-        self.onto: Tensor
+        self.onto: Tensor | None = None
         """[n, out]: its gradient is that of the module's output."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        y: Tensor = _Operands.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self.into, self.onto, self.unread
-        )
+        y: Tensor = _Linear.apply(x, self.weight, self.bias, self.into, self.onto, self.unread)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -235,25 +238,29 @@ class SummedTwin:
     """A layer some of whose linear modules are SummedLinear, with the parameters and buffers of `layer`."""
 
     def __init__(self, layer: nn.Module, names: Mapping[str, Sequence[str]], unread: str | None) -> None:
-        """`names`: the linear modules -> those that have their weights, several where one is made of them."""
+        """`names`: the linear modules -> those that have their weights, several where one is made of them.
+
+        `unread`: the linear module whose output is left out; if it is none of `names`, it has gradients as usual.
+        """
         self.module = sharing_copy(layer)
         self._linears: list[tuple[Sequence[str], SummedLinear]] = []
-        for name, members in names.items():
+        for name, members in (names if unread is None else {**names, unread: names.get(unread, ())}).items():
             linear = self.module.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             summed = SummedLinear(linear, unread=name == unread)
             self.module.set_submodule(name, summed)
-            self._linears.append((members, summed))
+            if members:
+                self._linears.append((members, summed))
 
     def products(self, x: Tensor) -> list[Product]:
         """What a run on x [1, n, hidden] has as gradients of the weights in place of gradients."""
         result = []
         for members, linear in self._linears:
             out_features, in_features = linear.weight.shape
-            linear.into, linear.onto = self._tap(x, in_features), self._tap(x, out_features)
+            into, onto = linear.into, linear.onto = self._tap(x, in_features), self._tap(x, out_features)
             weights = tuple(f"{member}.weight" for member in members)
             biases = () if linear.bias is None else tuple(f"{member}.bias" for member in members)
-            result.append(Product(weights, biases, linear.into, linear.onto))
+            result.append(Product(weights, biases, into, onto))
         return result
 
     def _tap(self, x: Tensor, width: int) -> Tensor:
@@ -266,19 +273,11 @@ def summed_linears(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tens
 
     `run(layer)` is the layer's output for x, a leaf that requires grad. None where the gradients are not the same.
     """
+    linears = [n for n, module in layer.named_modules() if type(module) is nn.Linear and module.weight.requires_grad]
     rows: dict[str, list[int]] = {}
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda _, args, name=name: rows.setdefault(name, []).append(args[0].numel() // args[0].shape[-1])
-        )
-        for name, module in layer.named_modules()
-        if type(module) is nn.Linear and module.weight.requires_grad
-    ]
-    with torch.no_grad():
-        run(layer)
-    for hook in hooks:
-        hook.remove()
-    names = tuple(name for name, seen in rows.items() if seen == [x.shape[1]])
+    for name, seen in inputs_of(layer, linears, run):
+        rows.setdefault(name, []).append(seen.numel() // seen.shape[-1])
+    names = tuple(name for name, counts in rows.items() if counts == [x.shape[1]])
     if not names:
         return ()
     twin = SummedTwin(layer, {name: (name,) for name in names}, None)

@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.data.loader import MicroBatch
+from penstock.engine.generate.decode import Row
 from penstock.engine.model.tokens import ChunkTokens, targets, total_weight
 from penstock.engine.plan.plan import Chunk, filled_chunks
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
@@ -66,25 +67,13 @@ class StepData(Batch):
     """The optimizer's scalars by device type."""
 
 
-class SampleRow(NamedTuple):
-    """New tokens of one sequence in a chunk of a samples' pass."""
-
-    sequence: int
-    """Its number among the prompts."""
-    start: int
-    """Position of the first."""
-    ids: Sequence[int]
-    wanted: bool
-    """The logits behind the last of them are."""
-
-
 @dataclass(slots=True)
 class SampleChunk:
     """Rows laid end to end; int64 tensors, on the compute device."""
 
     chunk: Chunk
     """From 0 to n, in the place of one of the plan's chunks."""
-    rows: list[SampleRow]
+    rows: list[Row]
     ids: Tensor
     """[n]"""
     positions: Tensor
@@ -147,7 +136,7 @@ class BatchCarrier:
         """Of as many micro-batches as a step has, or fewer."""
         return EvaluationData(**self._batch(micro_batches))
 
-    def samples(self, pieces: Sequence[Sequence[SampleRow]], read: dict[int, int]) -> SampleData:
+    def samples(self, pieces: Sequence[Sequence[Row]], read: dict[int, int]) -> SampleData:
         """A pass over rows of samples, `pieces[i]` of them in the place of chunk i, which has room for their tokens."""
         result: list[SampleChunk] = []
         tensors: list[Tensor] = []
@@ -156,7 +145,7 @@ class BatchCarrier:
             assert ends[-1] <= chunk.end - chunk.start, "more tokens than the place has room for"
             lists = (
                 [token for row in rows for token in row.ids],
-                [position for row in rows for position in range(row.start, row.start + len(row.ids))],
+                [position for row in rows for position in range(row.start, row.end)],
                 [end - 1 for end, row in zip(ends, rows, strict=True) if row.wanted],
                 [row.sequence for row in rows if row.wanted],
             )
@@ -169,7 +158,7 @@ class BatchCarrier:
                 of_chunk.ids, of_chunk.positions, of_chunk.last, of_chunk.sequences = there[first : first + 4]
         longest: dict[int, int] = {}
         for row in itertools.chain.from_iterable(pieces):
-            longest[row.sequence] = max(longest.get(row.sequence, 0), row.start + len(row.ids) - 1)
+            longest[row.sequence] = max(longest.get(row.sequence, 0), row.end - 1)
         return SampleData({one.chunk.index: one for one in result}, read, longest)
 
     def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:

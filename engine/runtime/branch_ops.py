@@ -17,7 +17,7 @@ class BranchOps:
         """What the layer made of a chunk, with its branch's output added."""
         views, chunk = self._views, self._views.chunk(op)
         x, sent = views.hidden(op.slots[a.X], chunk), views.sent(op.slots[a.SENT], chunk)
-        y = self._branches.forward(views.branch_of(op), views.weights(op), x, sent)
+        y = self._branches.forward(views.layer(op), views.weights(op), x, sent)
         views.hidden(op.slots[a.OUT], chunk).copy_(y)
 
     @handles(*a.BRANCH_BACKWARD.values())
@@ -25,7 +25,7 @@ class BranchOps:
         views, chunk = self._views, self._views.chunk(op)
         sent, dy = views.sent(op.slots[a.SENT], chunk), views.hidden(op.slots[a.DY], chunk)
         gradients = views.gradients(op)
-        result = self._branches.backward(views.branch_of(op), views.weights(op), sent, dy, gradients)
+        result = self._branches.backward(views.layer(op), views.weights(op), sent, dy, gradients)
         gradients.settle()
         if a.OUT in op.slots:  # else nothing below is trained
             views.hidden(op.slots[a.OUT], chunk).copy_(dy)

@@ -22,12 +22,13 @@ from penstock.engine.clock import elapsed_s
 from penstock.engine.config import TrainConfig
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.costs import Calibration, Costs, Sample, op_kind
+from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.profile import Machine
-from penstock.engine.model.runner import ModelRunner
-from penstock.engine.optim.base import Optimizer, UpdateRange
+from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import ALIGNMENT, FP32, POOLS
 from penstock.engine.runtime.batch import BatchCarrier
+from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu
 from penstock.engine.runtime.runtime import Runtime
@@ -72,41 +73,37 @@ class _Unit:
 
 def calibrate(
     plan: Plan,
-    layouts: dict[str, FlatLayout],
-    runner: ModelRunner,
-    optimizer: Optimizer,
+    compute: Compute,
     train: TrainConfig,
     batch: Sequence[MicroBatch],
     machine: Machine,
-    logits_bytes: int,
     executor: Executor,
     *,
     brief: bool = False,
 ) -> Calibration:
-    """Times of the compute ops of `plan`, and rates of the optimizer and the copies, on the device of `runner`.
+    """Times of the compute ops of `plan`, and rates of the optimizer and the copies, on the device of `compute`.
 
     Each is measured on its lane of `executor`, which has nothing else to do. `machine` only serves to count what ops
     do. Takes the plan's GPU memory and gives it back. `brief`: layers only, once each, for a first idea.
     """
-    device = runner.device
+    device = compute.runner.device
     if device.type == "cpu":
         # OpenMP's threads spin between two kernels as long as there are no more of them than cores. In a run, whose
         # lanes compute on the same cores, there are, they sleep, and waking them takes what it takes.
         for lane in BESIDE:
             executor.call(lane, lambda: torch.zeros(_TILE).add_(1))
-    samples, graphs = executor.call(
-        "compute", lambda: _compute_ops(plan, layouts, runner, optimizer, train, batch, machine, logits_bytes, brief)
-    )
+    samples, graphs = executor.call("compute", lambda: _compute_ops(plan, compute, train, batch, machine, brief))
     gc.collect()  # a runtime and its layers' ops refer to one another, and to all of the plan's slots
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    measured = {kind: tuple(result) for kind, result in samples.items()}
     if brief:
-        return Calibration(samples={kind: tuple(result) for kind, result in samples.items()})
+        return Calibration(samples=measured)
     up, down = _link_rates(executor, device)
     updates = any(buffer.state in ("ram", "nvme") for buffer in plan.buffers.values())
-    rate = executor.call("optimizer", lambda: _update_rate(plan, optimizer, train, runner.dtype)) if updates else None
+    rate = executor.call("optimizer", lambda: _update_rate(plan, compute, train)) if updates else None
     return Calibration(
-        samples={kind: tuple(result) for kind, result in samples.items()},
+        samples=measured,
         graph_bytes_per_token=graphs,
         update_params_per_s=rate,
         h2d_bytes_per_s=up,
@@ -115,27 +112,19 @@ def calibrate(
 
 
 def _compute_ops(
-    plan: Plan,
-    layouts: dict[str, FlatLayout],
-    runner: ModelRunner,
-    optimizer: Optimizer,
-    train: TrainConfig,
-    batch: Sequence[MicroBatch],
-    machine: Machine,
-    logits_bytes: int,
-    brief: bool,
+    plan: Plan, compute: Compute, train: TrainConfig, batch: Sequence[MicroBatch], machine: Machine, brief: bool
 ) -> tuple[dict[str, list[Sample]], dict[str, int]]:
     """Kind of op -> what was measured of it, and first layer of a kind -> bytes a token that a saved graph takes."""
-    device, documents = runner.device, [m.documents for m in batch]
+    runner, documents = compute.runner, [m.documents for m in batch]
+    device = runner.device
     gpu = allocate_gpu(plan, device, runner.dtype)
     _fill(gpu, runner.dtype)
     arena = HostArena(ALIGNMENT, budget_bytes=ALIGNMENT)
     samples: dict[str, list[Sample]] = {}
     graphs: dict[str, int] = {}
     try:
-        runtime = Runtime(
-            plan, layouts, runner, optimizer, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
-        )
+        work = plan, runner, compute.optimizer, None, gpu, RamMemory(arena)
+        runtime = Runtime(*work, train, LOGITS_BYTES[device.type], lambda step: None)
         whole = [replace(m, filled=None) for m in batch]  # chunks of full length are measured, padding or not
         runtime.begin(1, BatchCarrier(plan.chunks, device).step(whole, {}))
         costs = Costs(plan, machine, None, documents)
@@ -290,12 +279,12 @@ def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]
         arena.close()
 
 
-def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: torch.dtype) -> float:
+def _update_rate(plan: Plan, compute: Compute, train: TrainConfig) -> float:
     """Parameters that the optimizer updates per second in RAM."""
-    numel = min(plan.state_part_numel, UPDATE_NUMEL)
+    numel, optimizer = min(plan.state_part_numel, UPDATE_NUMEL), compute.optimizer
     state = {kind: torch.full((numel,), 1e-3, dtype=torch.float32) for kind in plan.problem.state_kinds}
     gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
-    weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
+    weights, cpu = torch.empty(numel, dtype=compute.runner.dtype), torch.device("cpu")
     values = optimizer.scalars(train, train.lr, 1, 1.0, cpu)
     halves = (ParamSpec("decayed", (numel // 2,), True), ParamSpec("other", (numel - numel // 2,), False))
     where = UpdateRange(FlatLayout(halves, {"decayed": 0, "other": numel // 2}, numel), 0, numel)

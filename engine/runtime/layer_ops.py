@@ -158,7 +158,7 @@ class LayerOps:
             graph, y = self._layers.save_graph(layer, weights, x if offloads else x.clone(), inputs, None)
         elif self._plan.streamed:
             out, lse = self._saved(op, shape)
-            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, save_graph=True)
+            graph = self._layers.graph(layer, weights, x, inputs, out, save_graph=True)
             graph.lse, y = lse.clone(), graph.output
         else:
             state = self._layers.in_blocks(layer, self._state(op, *self._saved(op, shape)))
@@ -310,8 +310,7 @@ class LayerOps:
             graph = waiting
         else:
             x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
-            out = self._saved(op, shape)[0]
-            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, save_graph=False)
+            graph = self._layers.graph(layer, weights, x, inputs, self._saved(op, shape)[0], save_graph=False)
         dout = graph.top(weights, views.hidden(op.slots[a.DY], chunk), gradients, self._dsent(op))
         gradients.settle()
         assert dout is not None

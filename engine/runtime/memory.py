@@ -19,12 +19,7 @@ from penstock.engine.plan.plan import (
     sample_regions,
     window_bytes,
 )
-from penstock.engine.plan.problem import (
-    ALIGNMENT,
-    POOLS,
-    Pool,
-    Tier,
-)
+from penstock.engine.plan.problem import ALIGNMENT, POOLS, Pool, Tier
 from penstock.storage.tier.arena import HostArena, empty_aligned
 
 

@@ -30,7 +30,6 @@ from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
 from penstock.storage.generations.store import NvmeStore
-from penstock.storage.tier.layout import FlatLayout
 
 
 class Runtime:
@@ -39,7 +38,6 @@ class Runtime:
     def __init__(
         self,
         plan: Plan,
-        layouts: dict[str, FlatLayout],
         runner: ModelRunner,
         optimizer: Optimizer | None,
         store: NvmeStore | Weights | None,
@@ -52,7 +50,7 @@ class Runtime:
         """`store`: the NVMe tier, of which compute ops need none; `commit` is called with a step's number. A model that
         is only queried has no optimizer, and a source of its weights."""
         self.plan, self.runner, self.optimizer = plan, runner, optimizer
-        self._views = Views(plan, layouts, runner, gpu, ram)
+        self._views = Views(plan, runner, gpu, ram)
         self._samples_passes = 0
         self.layer_ops = LayerOps(self._views)
         self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes)

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.events import Observer
 from penstock.engine.forecast.costs import Calibration
-from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
 from penstock.engine.machine.profile import Machine
-from penstock.engine.model.spec import layouts
 from penstock.engine.preparing import Checklist
 from penstock.engine.runtime.calibrate import calibrate
 from penstock.engine.runtime.compute import Compute
@@ -74,19 +72,9 @@ class Tuning:
             return self._measure(result, compute, brief=False)
 
     def _measure(self, result: SearchResult, compute: Compute, *, brief: bool) -> Calibration:
+        what = result.plan, compute, self.task.recipe.train, self.batch, self.machine, self.lanes.executor
         try:
-            return calibrate(
-                result.plan,
-                layouts(self.task.spec),
-                compute.runner,
-                compute.optimizer,
-                self.task.recipe.train,
-                self.batch,
-                self.machine,
-                LOGITS_BYTES[compute.runner.device.type],
-                self.lanes.executor,
-                brief=brief,
-            )
+            return calibrate(*what, brief=brief)
         except UserError:
             raise
         except Exception as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
-from penstock.engine.model.spec import AttentionShape
+from penstock.engine.model.spec import AttentionShape, layouts
 from penstock.engine.model.sums import GradientSums
 from penstock.engine.model.tokens import ChunkTokens, last_positions
 from penstock.engine.plan.activations import ACTIVATIONS
@@ -22,7 +22,6 @@ from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Op
-from penstock.storage.tier.layout import FlatLayout
 
 
 def keys_and_values(raw: Tensor, tokens: int, shape: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
@@ -44,10 +43,8 @@ def hidden_slots(plan: Plan, gpu: GpuMemory, dtype: torch.dtype) -> list[Tensor]
 class Views:
     """Looks operands up; allocates nothing."""
 
-    def __init__(
-        self, plan: Plan, layouts: dict[str, FlatLayout], runner: ModelRunner, gpu: GpuMemory, ram: RamMemory
-    ) -> None:
-        self.plan, self.layouts, self.runner, self.gpu, self.ram = plan, layouts, runner, gpu, ram
+    def __init__(self, plan: Plan, runner: ModelRunner, gpu: GpuMemory, ram: RamMemory) -> None:
+        self.plan, self.layouts, self.runner, self.gpu, self.ram = plan, layouts(runner.spec), runner, gpu, ram
         self.device, self.dtype = runner.device, runner.dtype
         self.gradient_dtype = torch.float32 if plan.problem.gradient_bytes == 4 else torch.bfloat16
         self._blocks = {block.name: (i, block) for i, block in enumerate(plan.blocks)}
@@ -64,14 +61,9 @@ class Views:
         return self._blocks[name][0]
 
     def layer(self, op: Op) -> int:
-        """Which of the model's decoder layers the op's block computes."""
-        layer = self.runner.spec.blocks[self.block_index(op.block)].layer
-        assert layer is not None
-        return layer
-
-    def branch_of(self, op: Op) -> int:
-        """Of which decoder layer the op's block computes a part."""
-        layer = self.runner.spec.blocks[self.block_index(op.block)].branch_of
+        """Which of the model's decoder layers the op's block computes, or has a part of."""
+        block = self.runner.spec.blocks[self.block_index(op.block)]
+        layer = block.layer if block.branch_of is None else block.branch_of
         assert layer is not None
         return layer
 
