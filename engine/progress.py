@@ -6,12 +6,11 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 
 from penstock.engine import preparing
-from penstock.engine.events import LaneTotals, Observer, Progress, UnderWay, op_text
+from penstock.engine.events import LaneTotals, Observer, Progress, op_text
 from penstock.engine.schedule.actions import LANES
 from penstock.engine.session import Session
 
@@ -81,7 +80,8 @@ class Live:
             for span in spans:
                 self._lanes[span.lane].add(span)
             progress = Progress(spans, *executor.under_way())
-            preparing.report(detail=_computing(progress.under_way))
+            computing = next((op for op in progress.under_way if op.lane == "compute"), None)
+            preparing.report(detail=computing and op_text(computing.op, computing.block, computing.chunk))
             self._observer.on_progress(progress)
 
     def _work(self) -> None:
@@ -100,14 +100,6 @@ class Live:
         self._nvme_bytes = max(self._nvme_bytes, self._session.store.peak_disk_bytes())
         now = time.monotonic()
         self._look_at = now + max(LOOK_S, (now - started) / LOOK_SHARE)
-
-
-def _computing(ops: Sequence[UnderWay]) -> str | None:
-    """What is being computed, in a few words; None while nothing is."""
-    op = next((op for op in ops if op.lane == "compute"), None)
-    if op is None:
-        return None
-    return op_text(op.op, op.block, op.chunk)
 
 
 def memory_peaks(session: Session) -> dict[str, int]:

@@ -29,17 +29,14 @@ def require_record(store: NvmeStore) -> None:
         not all(is_whole(value) and value >= 0 for value in whole)
         or not all(type(meta.get(name)) is kind for name, kind in (("recipe", str), ("cursor", dict)))
         or (plan and {name: type(value) for name, value in plan.items()} != kinds)
-        or not _are_sizes(meta.get("graph_bytes", {}))
+        or not isinstance(sizes := meta.get("graph_bytes", {}), dict)
+        or not all(is_whole(size) and size > 0 for size in sizes.values())
         or ("kernels" in meta and not is_kernel_record(meta["kernels"]))
     ):
         raise UserError(
             f"{store.root / 'manifest.json'}: does not record the run's position, or was written by another version "
             "of Penstock; resume with that version, or from a checkpoint"
         )
-
-
-def _are_sizes(values: object) -> bool:
-    return isinstance(values, dict) and all(is_whole(value) and value > 0 for value in values.values())
 
 
 class Recorded(NamedTuple):
@@ -57,9 +54,10 @@ class Recorded(NamedTuple):
 
     def lacking(self, can: Compilation) -> list[str]:
         """What was compiled and cannot be now, in words."""
-        layers = ["layers compiled, now eager"] if self.compiled and not can.layers else []
-        fused = self.optimizer_mode == "compiled" and not can.optimizer
-        return [*layers, *(["optimizer compiled, now fused"] if fused else [])]
+        result = ["layers compiled, now eager"] if self.compiled and not can.layers else []
+        if self.optimizer_mode == "compiled" and not can.optimizer:
+            result.append("optimizer compiled, now fused")
+        return result
 
 
 def recorded_of(store: NvmeStore, task: PlanRequest) -> Recorded | None:

@@ -105,7 +105,7 @@ def open_drawn(
         lanes.executor.call("compute", lambda: choose_kernels(what, setup.device, DTYPE))
         compute = Compute.make(setup.spec, setup.recipe.train, setup.device, {}, compiled)
         loader = loader_of(setup, folder)
-        if calibrated is not None and compute.compiled and not setup.plan.streamed:
+        if calibrated is not None and compute.runner.compiled and not setup.plan.streamed:
             calibration = calibrate(
                 setup.plan,
                 compute,

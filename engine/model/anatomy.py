@@ -29,7 +29,6 @@ from penstock.engine.model.spec import (
     EMBED,
     FROZEN,
     HEAD,
-    AttentionShape,
     BlockSpec,
     ModelSpec,
     block_of,
@@ -97,11 +96,11 @@ def take_apart(
             blocks.append(BlockSpec(block, split_layers, _own(block, buffers), (name,), branch_of=i))
     lent = [b for b in _own(EMBED, buffers) if any(param.name in shared for param in buffers[b])]
     blocks.append(BlockSpec(HEAD, "head", (*_own(HEAD, buffers), *lent), (blocks[-1].name,)))
-    constants = {name: tuple(model.state_dict()[name].shape) for name in _persistent(model)}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    constants = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in parameters}
     length_dependent = _length_dependent(model)
     with refused(f"{kind}: transformers does not run the model", with_type=False):
-        result = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
-    shapes = [AttentionShape(*shape) if shape else None for shape in result]
+        shapes = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
     of_layers = ([name for name in (trial.unread[i],) if name is not None] for i in stand_ins)
     unread = tuple(next(iter(_outside(names, branch)), None) for names, branch in zip(of_layers, branches, strict=True))
     specs = [spec for params in buffers.values() for spec in params]
@@ -429,11 +428,6 @@ def _buffers(
 
 def _spec(name: str, parameter: Tensor, undecayed: bool) -> ParamSpec:
     return ParamSpec(name=name, shape=tuple(parameter.shape), decay=parameter.dim() > 1 and not undecayed)
-
-
-def _persistent(model: PreTrainedModel) -> list[str]:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return [name for name in model.state_dict() if name not in parameters]
 
 
 def _length_dependent(model: PreTrainedModel) -> bool:

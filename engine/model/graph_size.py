@@ -135,9 +135,5 @@ def _inputs(frame: Skeleton, tokens: int) -> LayerInputs:
     with torch.no_grad():
         calls = frame.calls(torch.arange(tokens))
 
-    def on_meta(tensor: Tensor) -> Tensor:
-        return tensor.to(META)
-
-    return LayerInputs(
-        tuple(LayerCall(*pytree.tree_map_only(Tensor, on_meta, (call.args, call.kwargs))) for call in calls)
-    )
+    on_meta = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(META), [(call.args, call.kwargs) for call in calls])
+    return LayerInputs(tuple(LayerCall(*call) for call in on_meta))

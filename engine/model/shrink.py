@@ -99,7 +99,8 @@ def _with_layers(config: PretrainedConfig, total: int, count: int) -> Pretrained
         if isinstance(value, list) and len(value) == total:
             setattr(text, name, value[:count])
     text.num_hidden_layers = count
-    _put_overrides(text, {index: fields for index, fields in overrides.items() if int(index) < count})
+    if kept := {index: fields for index, fields in overrides.items() if int(index) < count}:
+        text.per_layer_config = kept
     return small
 
 
@@ -112,11 +113,6 @@ def _take_overrides(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]
     }
     config.per_layer_config = None
     return overrides
-
-
-def _put_overrides(config: PretrainedConfig, overrides: dict[int | str, dict[str, Any]]) -> None:
-    if overrides:
-        config.per_layer_config = overrides
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -161,7 +157,8 @@ def _shrink_fields(config: PretrainedConfig) -> None:
         for name, value in fields.items():
             if isinstance(value, int) and isinstance(before.get(name), int) and value > 1:
                 fields[name] = max(1, getattr(config, name) * value // before[name])
-    _put_overrides(config, overrides)
+    if overrides:
+        config.per_layer_config = overrides
 
 
 def _shrink_rotary(config: PretrainedConfig) -> None:

@@ -104,14 +104,6 @@ So chunks end at a few places only: at a quarter, a half, three quarters or all 
 matrix products."""
 
 
-def cut_multiple(chunks: Sequence[Chunk], compiled: bool) -> int:
-    """To what multiple of tokens the last chunk of a stream is rounded up."""
-    if not compiled:
-        return 1
-    quarter = max(chunk.end - chunk.start for chunk in chunks) / 4
-    return COMPILED_MULTIPLE * max(1, math.ceil(quarter / COMPILED_MULTIPLE))
-
-
 class BatchCarrier:
     """Brings fetched batches to the compute device: on CUDA in one copy per step, beside all lanes.
 
@@ -121,8 +113,11 @@ class BatchCarrier:
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, *, compiled: bool = False) -> None:
         """`chunks`: the plan's."""
-        self._chunks, self._multiple = chunks, cut_multiple(chunks, compiled)
-        self._device = device
+        self._chunks, self._device, self._multiple = chunks, device, 1
+        """The last chunk of a stream is rounded up to a multiple of so many tokens."""
+        if compiled:
+            quarter = max(chunk.end - chunk.start for chunk in chunks) / 4
+            self._multiple = COMPILED_MULTIPLE * max(1, math.ceil(quarter / COMPILED_MULTIPLE))
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             # Room for the most that a step can have, whatever its tokens are: equal sizes leave no holes behind.
@@ -184,25 +179,13 @@ class BatchCarrier:
         there = self._to_device([tensor for of_chunk in chunks for tensor in of_chunk.tensors()])
         return [ChunkTokens.of_tensors(there[i : i + _TENSORS]) for i in range(0, len(there), _TENSORS)]
 
-    def _to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _to_device(self, tensors: list[Tensor]) -> list[Tensor]:
         """int64 tensors of the host on CUDA, in one copy."""
-        used = pack(tensors, self._pinned)
+        sizes = [tensor.numel() for tensor in tensors]
+        used = sum(sizes)
+        torch.cat(tensors, out=self._pinned[:used])
         with torch.cuda.stream(self._stream):
             flat = torch.empty(self._numel, dtype=torch.int64, device=self._device)
             flat[:used].copy_(self._pinned[:used], non_blocking=True)
         self._stream.synchronize()
-        return unpack(flat, [tensor.numel() for tensor in tensors])
-
-
-def pack(tensors: Sequence[Tensor], flat: Tensor) -> int:
-    """Lay 1-D tensors end to end into `flat`; the number of elements."""
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.numel()
-        flat[start:end].copy_(tensor)
-    return end
-
-
-def unpack(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views of the 1-D tensors that `pack` laid into `flat`."""
-    return list(flat[: sum(sizes)].split(list(sizes)))
+        return list(flat[:used].split(sizes))

@@ -43,10 +43,6 @@ class Compute:
         optimizer = find_optimizer(train).make(mode, free_threaded=device.type == "cuda")
         return Compute(runner, with_factors(optimizer, lr_factors(train, depths(spec))))
 
-    @property
-    def compiled(self) -> bool:
-        return self.runner.compiled
-
     def with_fused_optimizer(self, train: TrainConfig) -> Compute:
         """The same with torch's fused kernel for the update."""
         factors = lr_factors(train, depths(self.runner.spec))

@@ -396,11 +396,12 @@ class Executor:
         return waited
 
     def _carry_out(self, op: Op, waited: tuple[int, ...]) -> None:
+        assert self._perform is not None, "no perform attached"
         if self._cuda and op.lane in GPU_LANES:
             with self._lock:
                 first, last = self._event(), self._event()
             first.record()
-            result = self._carry(op)
+            result = self._perform(op)
             assert result is None, f"{op.action.name}: work of a GPU lane is ordered by its stream"
             last.record()
             with self._lock:
@@ -411,15 +412,11 @@ class Executor:
                 self._leave(op, ticket)
             return
         start = self._on_host[op.id][1]
-        result = self._carry(op)
+        result = self._perform(op)
         if result is None:
             self._finish(op, start, waited)
         else:
             result.add_done_callback(lambda future: self._finish(op, start, waited, future))
-
-    def _carry(self, op: Op) -> Future[Any] | None:
-        assert self._perform is not None, "no perform attached"
-        return self._perform(op)
 
     def _event(self) -> torch.cuda.Event:
         return self._free_events.pop() if self._free_events else self._new_event()

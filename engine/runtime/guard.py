@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.engine.machine.limits import GIB, FreeMemory, free_memory, memory_groups
@@ -41,7 +42,7 @@ class MemoryGuard:
         """`planned_bytes`: RAM that the plan says the run takes at most; `read` gives free memory."""
         self._plan = plan
         self._planned_bytes = planned_bytes
-        self._read = _reader() if read is None else read
+        self._read = read or partial(free_memory, groups=memory_groups(), enough_bytes=4 * GIB)
         self._clock = clock
         self._lock = threading.Lock()
         self._next = clock()
@@ -72,8 +73,3 @@ class MemoryGuard:
             "libraries included. Lower budgets.ram, or end what else uses memory, and resume: the last committed "
             "generation is untouched"
         )
-
-
-def _reader() -> Callable[[], FreeMemory]:
-    groups = memory_groups()
-    return lambda: free_memory(groups=groups, enough_bytes=4 * GIB)

@@ -17,15 +17,13 @@ from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
 from penstock.engine.plan.problem import BufferShape
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
-from penstock.engine.runtime.sources import Weights
+from penstock.engine.runtime.sources import WEIGHTS, Weights
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.arena import empty_aligned
 from penstock.storage.tier.layout import FlatLayout
 from penstock.storage.tier.manifest import ArraySpec
 
-WEIGHTS = "weights"
-"""Kind of what is computed with: committed of a frozen buffer, scratch of any other on NVMe."""
 _PARTS_AT_ONCE = 8
 """Parts of state that are read into RAM at once: enough for several drives."""
 

@@ -49,11 +49,11 @@ class Tuning:
         With `steps_left` and train.compile=auto it is measured whether compiling pays within so many steps; without,
         what can be compiled is.
         """
-        compiled = self.task.recipe.train.compile == "auto" and compute.compiled
+        compiled = self.task.recipe.train.compile == "auto" and compute.runner.compiled
         if compiled and steps_left is not None and steps_left * result.best.step_s < OPTIMIZER_S:
             compute = compute.with_fused_optimizer(self.task.recipe.train)
         if not compiled or steps_left is None or steps_left * result.best.step_s > CERTAIN_S:
-            what = "compiling, and timing the ops" if compute.compiled else "timing the ops"
+            what = "compiling, and timing the ops" if compute.runner.compiled else "timing the ops"
             return compute, self._calibrate(what, result, compute)
         compute.runner.compile(False)
         with self.checklist.step("timing uncompiled layers"):

@@ -242,11 +242,10 @@ class Arithmetic:
         return graph, graph.y
 
     def graph(
-        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, attend: Any, *, save_graph: bool
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor, *, save_graph: bool
     ) -> Graph:
         self._read(weights, inputs, x)
         projection = self._projection(index, x.shape[0])
-        out = attend(projection)
         self._cuda.use(out, write=False)
         graph = Graph(self, x.shape[0], self._graph_bytes(index, x.shape[0]) if save_graph else 0, projection)
         graph.out = self._cuda.scratch(*out.shape, dtype=out.dtype)
