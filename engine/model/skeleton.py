@@ -283,11 +283,6 @@ class Skeleton:
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._rotary = LengthState(model, self.layers)
 
-    @property
-    def parameters(self) -> dict[str, torch.Size]:
-        """Names and shapes of the parameters outside the layers; shared ones once."""
-        return {name: p.shape for name, p in self._placeholders.items()}
-
     @contextmanager
     def bound(self, tensors: Tensors, frozen: Container[str] = ()) -> Iterator[dict[str, nn.Parameter]]:
         """Inside the block the model computes with `tensors`; yields the parameters that stand for them, of which those

@@ -24,20 +24,25 @@ from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Op
 
 
-def keys_and_values(raw: Tensor, tokens: int, shape: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
-    """k [tokens, kv_heads, qk_dim] and v [tokens, kv_heads, v_dim] that lie one after the other in uint8 `raw`."""
+def laid_out(raw: Tensor, *parts: tuple[torch.dtype, tuple[int, ...]]) -> list[Tensor]:
+    """Tensors of such dtypes and shapes that lie one after the other in uint8 `raw`."""
     result, start = [], 0
-    for width in (shape.qk_dim, shape.v_dim):
-        end = start + tokens * shape.kv_heads * width * dtype.itemsize
-        result.append(raw[start:end].view(dtype).view(tokens, shape.kv_heads, width))
+    for dtype, shape in parts:
+        end = start + math.prod(shape) * dtype.itemsize
+        result.append(raw[start:end].view(dtype).view(shape))
         start = end
     return result
+
+
+def keys_and_values(raw: Tensor, tokens: int, shape: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
+    """k [tokens, kv_heads, qk_dim] and v [tokens, kv_heads, v_dim] in uint8 `raw`."""
+    return laid_out(raw, *((dtype, (tokens, shape.kv_heads, width)) for width in (shape.qk_dim, shape.v_dim)))
 
 
 def hidden_slots(plan: Plan, gpu: GpuMemory, dtype: torch.dtype) -> list[Tensor]:
     """The slots of hidden states as [max chunk tokens, hidden]."""
     shape = (plan.max_chunk_tokens, plan.problem.hidden_size)
-    return [raw.view(dtype)[: math.prod(shape)].view(shape) for raw in gpu.slots[r.GPU_HIDDEN]]
+    return [laid_out(raw, (dtype, shape))[0] for raw in gpu.slots[r.GPU_HIDDEN]]
 
 
 class Views:
@@ -158,13 +163,9 @@ class Views:
 
     def sent(self, slot: int, chunk: Chunk) -> list[Tensor]:
         """What a layer hands to its branch of a chunk, or its gradients, in a slot on the compute device."""
-        raw, result, start = self.gpu.slots[r.GPU_SENT][slot], [], 0
         dtypes = {"compute": self.dtype, "int32": torch.int32, "float32": torch.float32}
-        for each in self.runner.spec.sent:
-            end = start + (chunk.end - chunk.start) * each.nbytes(self.dtype.itemsize)
-            result.append(raw[start:end].view(dtypes[each.dtype]).view(-1, each.width))
-            start = end
-        return result
+        parts = ((dtypes[each.dtype], (chunk.end - chunk.start, each.width)) for each in self.runner.spec.sent)
+        return laid_out(self.gpu.slots[r.GPU_SENT][slot], *parts)
 
     def send(self, slot: int, chunk: Chunk, sent: Sequence[Tensor]) -> None:
         """Put what a layer has handed to its branch of a chunk into a slot."""
