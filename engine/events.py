@@ -17,10 +17,8 @@ WARMUP_STEPS = 2
 
 
 def op_text(op: str, block: str, chunk: int) -> str:
-    """The one way in which an op is named: `layer_forward layers.3[2]`, its chunk or part in brackets where it has one.
-
-    `chunk` -1: it concerns the whole block.
-    """
+    """The one way in which an op is named: `layer_forward layers.3[2]`; `chunk` or part -1: it concerns the whole
+    block."""
     return f"{op} {location_text(block, chunk)}"
 
 
@@ -254,19 +252,15 @@ def step_name(name: str, step: int) -> str:
 
 
 class Observer(Protocol):
-    """Receives the events of a run; must never block for long.
-
-    All calls come from the training thread, but for `on_progress`, and `on_prepare` of an item's progress.
-    """
+    """Receives the events of a run, on the training thread but for `on_progress` and an item's progress; must never
+    block."""
 
     def on_prepare(self, item: Preparing) -> None:
         """An item before the first step has begun, got on, or is done; never two at once."""
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
-        """The forecast (engine/forecast/report.py) as JSON-ready data, with its `calibration`, before the first step.
-
-        `predicted`: the spans of the forecast's step, counted from that step's start.
-        """
+        """The forecast (engine/forecast/report.py) as JSON-ready data, with its `calibration`, before the first step;
+        `predicted`: the spans of its step, from that step's start."""
 
     def on_progress(self, progress: Progress) -> None:
         """What the lanes do: some times a second from a thread of its own, and before `on_step`; never two at once."""

@@ -59,13 +59,12 @@ def export(
     merged: bool = False,
 ) -> Exported:
     """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block; of a
-    run that trains an adapter a folder of that, or the base with it merged in: with `merged`, and where the base is
-    random weights that nobody else has.
+    run that trains an adapter a folder of that, or, with `merged` and where the base is random weights, the base with
+    it.
 
     `dtype` of the trained tensors: a torch dtype's name, or auto: each as in the model that the run began with, an
-    adapter's float32. Nothing is written to the run directory or its drives. A checkpoint may be read while the run is
-    running. Raises UserError when the run has no generation yet, `out_dir` cannot be written, or float16 holds a value
-    not; and for an adapter that cannot be merged.
+    adapter's float32. The run, which may be running, is only read. Raises UserError when it has no generation,
+    `out_dir` cannot be written, a value does not fit float16, or an adapter cannot be merged.
     """
     with closing(RunState(run_dir, recipe, checkpoint)) as run:
         named, recipe, lacks_model = recipe.model.path, run.recipe, run.lacks_model
@@ -200,10 +199,7 @@ def _unrounded(
     stored: PretrainedConfig | None,
 ) -> weights.ReadBuffer:
     """Reads what is frozen as `origin` has it, where a run stores it in a dtype that does not hold that (`fixed`, by
-    buffer).
-
-    What there does not round to the run's values has changed since, and is the run's.
-    """
+    buffer), unless it has changed there since."""
     layout = weights.CheckpointLayout(spec, CheckpointReader(origin), stored)
     dtypes = layout.dtypes()
 

@@ -80,10 +80,7 @@ _LOOKED_AT = 5
 def open_session(
     recipe: Recipe, *, run_dir: Path, observer: Observer, resume: bool, checkpoint: str | None = None
 ) -> Session:
-    """Prepare data, plan and state of a run: everything up to the first step.
-
-    With `checkpoint` a resumed run goes back to that checkpoint's generation.
-    """
+    """Prepare data, plan and state of a run up to the first step; with `checkpoint` a resumed run goes back to that."""
     device = resolve_device(recipe.train)
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
     train, budgets = recipe.train, recipe.budgets

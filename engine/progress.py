@@ -28,10 +28,8 @@ CLOSE_S = 5.0
 
 
 class Live:
-    """While entered, reports to the observer what a session's lanes do, from a thread that training never waits for.
-
-    It owns the executor's spans: each is counted in `lanes` and reported once.
-    """
+    """While entered, reports to the observer what a session's lanes do, from a thread that training never waits for. It
+    owns the executor's spans: each is counted in `lanes` and reported once."""
 
     def __init__(self, session: Session, observer: Observer) -> None:
         self._session = session
@@ -103,10 +101,8 @@ class Live:
 
 
 def memory_peaks(session: Session) -> dict[str, int]:
-    """Most bytes of gpu and ram held so far.
-
-    On CPU the gpu tier is what was carved and the saved graphs; on CUDA what the allocator really held.
-    """
+    """Most bytes of gpu and ram held so far: of the gpu what the allocator held, on CPU what was carved and saved
+    graphs."""
     gpu = session.gpu.arena.used_bytes + session.runtime.layer_ops.graphs_peak_bytes
     if session.device.type == "cuda":
         gpu = torch.cuda.max_memory_allocated(session.device)

@@ -49,8 +49,7 @@ class Recorded(NamedTuple):
     optimizer_mode: str
     """Optimizer.mode."""
     graph_bytes: dict[str, int] | None
-    """PlanRequest.graph_bytes: where layers are compiled, a saved graph and one that is recomputed are other
-    programs."""
+    """PlanRequest.graph_bytes: compiled, a saved graph and one that is recomputed are other programs."""
 
     def lacking(self, can: Compilation) -> list[str]:
         """What was compiled and cannot be now, in words."""

@@ -48,10 +48,8 @@ def run_files(run_dir: Path, recipe: Recipe) -> dict[str, Path]:
 
 
 def with_saved_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
-    """The recipe with what was saved of its model's folder, tokenizer and chat template, where these are not here.
-
-    Of the model there are no weights then: a resume needs none, and an export takes the run's own.
-    """
+    """The recipe with what was saved of its model's folder, tokenizer and chat template, where these are not here. Of
+    the model there are no weights then."""
     saved = run_dir / INPUTS
     model, data = recipe.model, recipe.data
     if _is_missing(model.path) and (saved / _MODEL).is_dir():

@@ -74,8 +74,7 @@ class Session:
         reservation: Reservation | None = None,
         uploads: Uploads | None = None,
     ) -> None:
-        """`lanes`, `reservation` and `uploads` are the session's from now on, and closed with it; whoever gets an error
-        here closes them."""
+        """`lanes`, `reservation` and `uploads` are closed with the session; whoever gets an error here closes them."""
         checklist = checklist or Checklist()
         self.spec, self.plan, self.store, self.loader, self.recipe = spec, plan, store, loader, recipe
         self.validation, self.prompts, self.device = validation, prompts, device
@@ -222,10 +221,8 @@ class Session:
         self.runtime.begin(self.step, data)
 
     def _commit(self, step: int) -> None:
-        """Commit the generation of `step` and make the checkpoints due.
-
-        Runs on the lane that writes to NVMe, maybe while the main thread is some steps ahead.
-        """
+        """Commit the generation of `step` and make the checkpoints due; on the lane that writes to NVMe, maybe some
+        steps behind the main thread."""
         self._retention.before_commit(proved=int(self.store.meta["step"]) in self._proved)
         self.store.commit(self._records[step])
         for old in [other for other in list(self._records) if other <= step]:
@@ -316,10 +313,8 @@ class Session:
         )
 
     def take_validation(self, metrics: ValidationMetrics) -> None:
-        """Take the validation loss of the step that has ended; the lowest so far makes its generation the best one.
-
-        A generation records what was known when its step began: a run resumed from it measures that loss again.
-        """
+        """Take the validation loss of the step that has ended; the lowest so far makes its generation the best one. A
+        generation records what was known when its step began: a run resumed from it measures that loss again."""
         self.remeasures = False
         if not self._gains.take(metrics.step, metrics.loss, metrics.tokens) or not self.recipe.storage.keep_best:
             return
@@ -359,9 +354,7 @@ class Session:
 
     def finish(self) -> None:
         """Apply the gradient that still waits, commit the generation, and wait for all of it; at the end of any step.
-
-        Where the run is over, its last generation is uploaded, due or not.
-        """
+        Where the run is over, its last generation is uploaded, due or not."""
         if self.builder.uncommitted:
             self.executor.submit(self.builder.finish(commit=True))
         self.executor.drain()
@@ -383,11 +376,8 @@ class Session:
 
 
 def run_identity(recipe: Recipe) -> dict[str, Any]:
-    """What a generation records of where it comes from, beside its step.
-
-    Initialisation and the order of the data are functions of the seeds, and training itself draws no random numbers:
-    seeds and data cursor are the whole random state.
-    """
+    """What a generation records of where it comes from, beside its step. Seeds and data cursor are the whole random
+    state, as training itself draws no random numbers."""
     return {
         "recipe": config_digest(recipe),
         "fields": given_fields(recipe),

@@ -49,8 +49,8 @@ class TrainResult:
     drives: list[dict[str, Any]] = field(default_factory=list)
     """Per drive: path, bytes_read, bytes_written, bytes_written_per_step, percentage_used (None where unknown)."""
     gpu_memory: dict[str, int] | None = None
-    """Peaks of the GPU's memory allocator: allocated_bytes, reserved_bytes, and fragmentation_bytes between them; None
-    without a GPU."""
+    """Peaks of the GPU's allocator: allocated_bytes, reserved_bytes, fragmentation_bytes between them; None without a
+    GPU."""
     attention: dict[str, Any] = field(default_factory=dict)
     """installed: kernels for CUDA -> null, or why they are not there for this GPU, null without a GPU; chosen: forward,
     backward -> kernels that ran."""
@@ -61,10 +61,8 @@ class TrainResult:
 
 
 def train_step(session: Session) -> StepMetrics:
-    """One optimizer step: fetch, forward and backward, then loss and gradient norm.
-
-    The step's update is applied block by block under the next step's forward, or by `Session.finish`.
-    """
+    """One optimizer step: fetch, forward and backward, then loss and gradient norm; the update is applied block by
+    block under the next step's forward, or by `Session.finish`."""
     started = time.perf_counter()
     data = session.next_batch()
     session.begin_step(data)
@@ -99,11 +97,8 @@ def train_step(session: Session) -> StepMetrics:
 def train(
     recipe: Recipe, *, run_dir: Path, observer: Observer, resume: bool, checkpoint: str | None = None
 ) -> TrainResult:
-    """Train as the recipe says and commit the end; with `resume` from the run directory's last generation, or from that
-    of `checkpoint`.
-
-    Raises UserError for everything that the user can mend, before the first step where it can be known then.
-    """
+    """Train as the recipe says and commit the end; with `resume` from the run directory's last generation, or that of
+    `checkpoint`. Raises UserError for what the user can mend, before the first step where it can be known then."""
     collects_garbage = gc.isenabled()
     with open_session(recipe, run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint) as session:
         try:
@@ -199,10 +194,8 @@ def _run(session: Session, observer: Observer) -> TrainResult:
 
 
 def _validate(session: Session, observer: Observer) -> None:
-    """Measure the validation loss of the step that has ended, if it is due.
-
-    Right before the next step: a stop or a pause does not wait for it, and a resumed run makes up for it.
-    """
+    """Measure the validation loss of the step that has ended, if it is due; right before the next step, so that a stop
+    or a pause does not wait for it."""
     if validation.due(session):
         metrics = validation.validate(session)
         observer.on_validation(metrics)

@@ -1,8 +1,7 @@
 """Uploads of a run's generations to storage.offsite: due every so many steps, carried out beside the steps.
 
-A due generation is committed and saved as a checkpoint, which is links and takes no time; a thread has it sent by a
-process of its own and deletes it then. One is on its way at a time: what falls due meanwhile waits, and what is sent
-next is the newest generation there is.
+A due generation is committed and saved as a checkpoint, which is links; a thread has it sent by a process of its own
+and deletes it then. One is on its way at a time; the next is the newest generation there is.
 """
 
 from __future__ import annotations

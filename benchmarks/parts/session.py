@@ -30,7 +30,8 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.calibrate import calibrate
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
-from penstock.engine.runtime.state import WEIGHTS, fill_store, state_arrays
+from penstock.engine.runtime.sources import WEIGHTS
+from penstock.engine.runtime.state import fill_store, state_arrays
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.layout import FlatLayout

@@ -1,7 +1,5 @@
-"""Attention of a layer that reads new tokens of several sequences at once, each with keys and values of its own.
-
-The new tokens lie end to end as one stream [n]; a sequence's queries see its own earlier tokens and no other's.
-"""
+"""Attention of a layer that reads new tokens of several sequences, laid end to end as one stream [n]: the queries of
+each see its own earlier keys and values only."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ class KeysValues(NamedTuple):
 
 def rows_handler(rows: Sequence[Row], cached: Sequence[KeysValues], chunk: int | None) -> Handler:
     """Attention of a stream of new tokens: puts their keys and values into `cached`, attends to all up to their own.
-
-    `rows` and `cached`: of each sequence that is part of the stream, in order; rows before `start` are filled.
-    `chunk`: AttentionShape.chunk of the layer. Exact for sliding windows, chunks, soft-caps, sinks and grouped heads.
-    """
+    `rows` and `cached`: of each sequence in the stream, in order; rows before `start` are filled. `chunk`:
+    AttentionShape.chunk of the layer. Exact for windows, chunks, soft-caps, sinks and grouped heads."""
 
     def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])

@@ -47,11 +47,8 @@ class Forward(Protocol):
     """Reads tokens and says what may follow them."""
 
     def __call__(self, rows: Sequence[Row]) -> Tensor:
-        """float32 [len(rows), vocab]: the logits behind the last token of each row.
-
-        Keys and values of all its tokens are kept for later calls; a row whose start is below what is kept of its
-        sequence drops what lies behind.
-        """
+        """float32 [len(rows), vocab]: the logits behind the last token of each row. Keys and values are kept for later
+        calls; a row that starts below what is kept of its sequence drops what lies behind."""
         ...
 
 

@@ -19,10 +19,8 @@ from penstock.storage.tier.layout import ParamSpec
 
 
 class AdapterLayers:
-    """peft's layers of a model, which is on the meta device: values are put into a layer for as long as it needs them.
-
-    `bases`: adapted module -> the parameter of the base that its adapter adds to.
-    """
+    """peft's layers of a model on the meta device, into which values are put for as long as they are needed. `bases`:
+    adapted module -> the parameter of the base that its adapter adds to."""
 
     def __init__(self, spec: ModelSpec) -> None:
         from peft.tuners.lora import LoraLayer
@@ -61,11 +59,9 @@ class AdapterLayers:
                 )
 
     def merged(self, values: Tensors, dtypes: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
-        """The base's parameters of a block, float32 by their plain names, with the adapter in them.
-
-        `values`: base and adapter, float32. `dtypes`: of a parameter by its plain name; peft's own layers merge in it,
-        so its result is one of that dtype. Raises UserError where that does not hold a sum.
-        """
+        """The base's parameters of a block, float32 by their plain names, with the adapter in them; `values`: both,
+        float32. `dtypes`: by a parameter's plain name, what peft's own layers merge in. Raises UserError where that
+        does not hold a sum."""
         result = {plain_name(name): tensor for name, tensor in values.items() if not is_adapter(name)}
         of_module: dict[str, dict[str, Tensor]] = {}
         for name, tensor in values.items():
@@ -121,11 +117,9 @@ def with_adapter(
     dtype: torch.dtype,
     start: Tensors | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The buffers of `base`, each followed by the buffers of the adapter that are known by then.
-
-    Values are those of `start`, or of a new adapter: A is drawn, B zero, dora's magnitudes the lengths of the rows of
-    the base, which is kept in `dtype`. All float32; the same arguments give the same values.
-    """
+    """The buffers of `base`, each followed by the buffers of the adapter that are known by then; all float32. Values
+    are those of `start`, or drawn by `seed`: dora's magnitudes are the lengths of the rows of the base, which is kept
+    in `dtype`."""
     adapter = spec.adapter
     assert adapter is not None
     waiting = {buffer: params for buffer, params in spec.buffers.items() if all(is_adapter(p.name) for p in params)}

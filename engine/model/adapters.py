@@ -1,8 +1,7 @@
 """Adapters: peft's own LoRA layers around modules of a transformers model.
 
-`inject` puts them in place, on whatever device the model is on; the model then has parameters of two sorts. Those of
-the adapter (`is_adapter`) are trained; the base's go by their names with a `base_layer` in between (`plain_name` is
-what a checkpoint calls them) and are frozen. peft is imported where an adapter is used, and nowhere else.
+Only the adapter's parameters (`is_adapter`) are trained. The base's have a `base_layer` in their names (`plain_name` is
+what a checkpoint calls them). peft is imported where an adapter is used, and nowhere else.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ class Targets(NamedTuple):
 
 
 def find_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> Targets:
-    """What `adapter.targets` stands for in a model that has none yet; `layers` is the name of its list of layers.
-
-    An entry is a module's name or its end, or a pattern of whole names; where no module fits, a parameter's.
-    """
+    """What `adapter.targets` stands for in a model that has none yet: modules by their name, its end or a pattern,
+    where none fits, parameters. `layers` is the name of its list of layers."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, _MODULES)}
     held = {
         f"{name}.{key}": name
@@ -196,11 +193,8 @@ def _peft_config(adapter: AdapterConfig, modules: Iterable[str], parameters: Ite
 
 
 def inject(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> None:
-    """Put peft's layers around what `adapter.targets` stands for; what it does not match is left out.
-
-    `layers`: name of the model's list of layers. All parameters require gradients afterwards as they did before, the
-    adapter's included.
-    """
+    """Put peft's layers around what `adapter.targets` stands for; what it does not match is left out. `layers`: name of
+    the model's list of layers. The adapter's parameters require gradients, the others as they did before."""
     from peft import inject_adapter_in_model
 
     from penstock.engine.model.peft_layers import make_compilable

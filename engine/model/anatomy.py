@@ -1,9 +1,5 @@
-"""What a transformers causal LM is made of, found by building it on the meta device and by trying a shrunk copy.
-
-Nothing here lists names of architectures or parameters: which parameters belong to the embedding and to the head, how
-wide attention is, and whether a layer carries state between tokens by other means than attention all come from running
-the model's own code.
-"""
+"""What a transformers causal LM is made of, found by building it on the meta device and by running a shrunk copy: no
+names of architectures or parameters are listed here."""
 
 from __future__ import annotations
 
@@ -53,11 +49,8 @@ def take_apart(
     """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
     `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is
-    all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches).
-
-    Raises UserError for what cannot be trained: unknown, encoder-decoder or quantised models, active dropout, models
-    whose layers cannot be found or are connected by more than the hidden state; and for patterns that fit nothing, or
-    leave nothing to be trained.
+    all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches). Raises UserError
+    for what cannot be trained, and for patterns that fit nothing or leave nothing to be trained.
     """
     refuse_unsupported(config)
     if adapter is not None:
@@ -188,11 +181,8 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def validate_context(spec: ModelSpec, sequence_length: int) -> None:
-    """Raise UserError when positions up to `sequence_length` are beyond what the config's positions reach.
-
-    `dynamic` scaling reaches any length, `yarn` its factor times the original length, whatever max_position_embeddings
-    says; the others reach max_position_embeddings. A config without that field has no limit.
-    """
+    """Raise UserError when positions up to `sequence_length` are beyond what the config's positions reach: `yarn` its
+    factor times the original length, `dynamic` any, the others max_position_embeddings, if the config has that."""
     reach, tables = context_of(spec), rotary_tables(spec.config)
     if reach is None or sequence_length <= reach:
         return
@@ -238,10 +228,8 @@ class Initializer:
     """Random float32 values of a model's parameters, by the model's own initialiser."""
 
     def __init__(self, spec: ModelSpec, seed: int, embedding_std: float | None = None):
-        """The same arguments always give the same values, in whatever order they are asked for.
-
-        `embedding_std`: standard deviation of the token embeddings, in place of the model's own.
-        """
+        """The same arguments give the same values, in any order of calls. `embedding_std`: standard deviation of the
+        token embeddings, in place of the model's own."""
         self._spec, self._seed, self._embedding_std = spec, seed, embedding_std
         self._model = _build(spec.config)  # once: with a thousand layers it takes seconds
         self._layers = skeleton.find_layers(self._model)[1]
@@ -255,9 +243,7 @@ class Initializer:
 
     def values(self, buffer: str) -> dict[str, Tensor]:
         """One flat buffer's parameters by name, the same whatever is frozen; of a model with an adapter the base's.
-
-        Raises UserError naming one that the model does not initialise.
-        """
+        Raises UserError naming one that the model does not initialise."""
         owned = buffers_of_blocks(self._spec)
         # A layer and its branch are initialised as one.
         branches = {each.name: each.inputs[0] for each in self._spec.blocks if each.branch_of is not None}
@@ -300,10 +286,8 @@ class Initializer:
 
 
 def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
-    """Initial values of the constants, by the model's own initialiser.
-
-    Raises UserError naming a constant that only a checkpoint can give.
-    """
+    """Initial values of the constants, by the model's own initialiser. Raises UserError naming one that only a
+    checkpoint can give."""
     model = _build(spec.config, spec.adapter)
     skeleton.materialise_buffers(model, model.named_modules(), torch.device("cpu"))
     constants = {name: tensor for name, tensor in model.named_buffers() if name in spec.constants}
@@ -333,10 +317,8 @@ def _joined(
     params: Sequence[ParamSpec],
     stays: frozenset[str],
 ) -> tuple[tuple[str, ...], ...]:
-    """Of linear modules that read one tensor those that are trained and whose weights lie one behind the other.
-
-    `prefix` begins the names of the layer's `params`. Either all of a group have a bias or none has.
-    """
+    """Of linear modules that read one tensor those that are trained, whose weights lie one behind the other, and of
+    which all or none have a bias. `prefix` begins the names of the layer's `params`."""
     names, trained = {param.name for param in params}, [param for param in params if param.name not in stays]
     offsets = FlatLayout.build(trained).offsets if trained else {}
     ends = {param.name: offsets[param.name] + param.numel for param in trained}
@@ -399,10 +381,8 @@ def _build(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> Pr
 def _buffers(
     model: PreTrainedModel, prefix: str, layers: nn.ModuleList, trial: Trial, stand_ins: Sequence[int]
 ) -> tuple[dict[str, tuple[ParamSpec, ...]], frozenset[str]]:
-    """Parameters of each block, and names of those that embedding and head share.
-
-    `stand_ins[i]`: the layer of the trial's model that has the structure of layer i.
-    """
+    """Parameters of each block, and names of those that embedding and head share. `stand_ins[i]`: the layer of the
+    trial's model that has the structure of layer i."""
     undecayed = trial.undecayed
     outer = {n: skeleton.site_parameter(sites) for n, sites in skeleton.parameter_sites(model, exclude=prefix).items()}
     unused = sorted(outer.keys() - trial.embed_parameters - trial.head_parameters)

@@ -23,11 +23,9 @@ _TOLERANCE = 1e-2
 
 
 def undecayed_matrices(model: PreTrainedModel, attend: attention.Handler) -> frozenset[str]:
-    """Of the parameters of two or more dimensions of a (small) model on the CPU the names of biases and of norms'.
-
-    A bias is what is added to something of the tokens, whatever it is called; as of experts, of which it is looked up.
-    A norm is a module whose output does not change with the scale of its input. `attend` stands in for attention.
-    """
+    """Of the parameters of two or more dimensions of a (small) model on the CPU the names of biases, which are added to
+    something of the tokens, and of norms', modules whose output does not change with the scale of their input. `attend`
+    stands in for attention."""
     matrices: dict[str, Tensor] = {
         name: parameter for name, parameter in model.named_parameters() if parameter.ndim > 1
     }

@@ -1,9 +1,6 @@
-"""Linear modules that read one tensor, and whose weights lie one behind the other, as one product.
-
-Queries, keys and values are three products of one tensor, the two halves of a gated MLP are two. In a layer's flat
-buffer their weights are the rows of one matrix, of which nothing has to be copied: one larger kernel takes the place of
-several, forward, for the gradient of what they read and for those of the weights.
-"""
+"""Linear modules that read one tensor, and whose weights lie one behind the other, as one product: queries, keys and
+values, or the two halves of a gated MLP. Their weights are the rows of one matrix, so nothing is copied, and one larger
+kernel takes the place of several, forward and for both gradients."""
 
 from __future__ import annotations
 
@@ -44,10 +41,8 @@ class _Rest:
 
 
 class _Part(nn.Module):
-    """Stands where a linear module of a product stood, of whose output it hands on its own columns.
-
-    The one that is called first has the `whole` product, and computes the columns of all, `sizes` of each.
-    """
+    """Stands where a linear module of a product stood, and hands on its own columns of the output. The one that is
+    called first has the `whole` product and computes the columns of all, `sizes` of each."""
 
     def __init__(
         self, linear: nn.Linear, rest: _Rest, whole: nn.Linear | None = None, sizes: Sequence[int] = ()
@@ -108,10 +103,8 @@ class JoinedTwin:
 def readers_of_one(
     layer: nn.Module, names: Sequence[str], run: Callable[[nn.Module], Tensor]
 ) -> tuple[tuple[str, ...], ...]:
-    """Those of the layer's linear modules `names` that are given the very same tensor, in the order they are called.
-
-    `run(layer)` is the layer's output; each of the modules is called once.
-    """
+    """Those of the layer's linear modules `names`, each of which is called once, that are given the very same tensor,
+    in the order of their calls. `run(layer)` is the layer's output."""
     calls = inputs_of(layer, names, run)
     readers: dict[int, list[str]] = {}
     for name, x in calls:

@@ -1,9 +1,8 @@
 """Running decoder layers on one chunk, forward and backward, with weights that live elsewhere.
 
-Layers of one structure share one template, an unmodified transformers layer whose parameters are pointed at the given
-views of a flat buffer. A layer can be run from end to end (`forward`, `backward`), with attention taken from the
-chunk's AttentionState; or in pieces around its attention, which is then computed elsewhere (`project`,
-`forward_given`, `graph`). The graph of a forward can be saved for its backward (`save_graph`, `graph`).
+Layers of one structure share one template, an unmodified transformers layer whose parameters are pointed at views of a
+flat buffer. A layer runs from end to end (`forward`, `backward`), or in pieces around its attention (`project`,
+`forward_given`, `graph`); a graph can be saved for its backward (`save_graph`, `graph`).
 """
 
 from __future__ import annotations
@@ -71,11 +70,8 @@ class _Projected(BaseException):
 
 
 def holding_little(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A module that torch.compile runs, whose graph does not hold what elementwise operations make of the rest.
-
-    By itself the partitioner holds what a product of backward reads, the normed input or silu(gate) * up, even where it
-    is made of what is held as well: 136 KB a token of a layer of 8B instead of 99.
-    """
+    """A module that torch.compile runs, whose graph does not hold what elementwise operations make of the rest: by
+    itself the partitioner does where a product of backward reads it, 136 KB a token of a layer of 8B instead of 99."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with functorch_config.patch(ban_recompute_materialized_backward=False):
@@ -153,9 +149,7 @@ class LayerRunner:
         balance: RouterBalance | None = None,
     ) -> None:
         """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it.
-
-        `balance`: looks at their routers; whoever runs layers tells it what is run.
-        """
+        `balance`: looks at their routers."""
         self._spec, self._layers, self._device, self._dtype = spec, layers, device, dtype
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
         self._outbox = Outbox()
@@ -221,9 +215,7 @@ class LayerRunner:
         keys: Ranges | None = None,
     ) -> Tensor:
         """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention).
-
-        `keys`: attention goes over these ranges of the stream one at a time; None: over all keys at once.
-        """
+        `keys`: attention goes over these ranges of the stream one at a time; None: over all keys at once."""
         with torch.no_grad():
             if state is None:
                 return self._run(index, weights, x[None], inputs, None)
@@ -238,10 +230,8 @@ class LayerRunner:
     def forward_by(
         self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None
     ) -> Tensor:
-        """Output [n, hidden] of layer `index` for x [n, hidden], with attention by `handler` (None: it has none).
-
-        Never compiled: n may be another each time, and each would be a graph of its own.
-        """
+        """Output [n, hidden] of layer `index` for x [n, hidden], with attention by `handler` (None: it has none). Never
+        compiled: each n would be a graph of its own."""
         with torch.no_grad():
             return self._run(index, weights, x[None], inputs, handler, self._template(index).plain)
 
@@ -258,11 +248,9 @@ class LayerRunner:
         keys: Ranges | None = None,
         dsent: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
-
-        The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
-        in reverse order. `keys`: as in `forward`. `dsent`: the gradients of what it handed to its branch.
-        """
+        """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`. The layer is recomputed
+        from its input x around the attention output in `state`; chunks of a stream come in reverse order. `keys`: as in
+        `forward`. `dsent`: the gradients of what it handed to its branch."""
         if state is None or keys is None:
             handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
             graph = self._graph(index, weights, x, inputs, handler, save_graph=False)
@@ -316,11 +304,9 @@ class LayerRunner:
     def graph(
         self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor, *, save_graph: bool
     ) -> LayerGraph:
-        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output is `out`.
-
-        `save_graph`: the graph is to last while the slots of the weights, of x and of attention's output serve others.
-        Otherwise it is for backward at once, and what nobody reads of the layer's output is left out.
-        """
+        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output is `out`. `save_graph`: it
+        outlasts the slots of weights, x and `out`; else it is for backward at once, and leaves out what nobody
+        reads."""
         seen: list[Projection] = []
         out = (out.clone() if save_graph else out.detach()).requires_grad_()
 
@@ -345,10 +331,8 @@ class LayerRunner:
         self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None
     ) -> tuple[LayerGraph, Tensor]:
         """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it.
-
-        Returns the graph, which holds of x, and of what `handler` gives, what backward wants of it as it is, and the
-        output [n, hidden], which it does not hold.
-        """
+        Returns the graph, which holds what backward wants of x and of `handler`'s output as it is, and the output [n,
+        hidden]."""
         template, hooks = self._template(index), SavedTensors(weights)
         products, names, parameters = self._summed(index, template.saving, x)
         with torch.enable_grad():

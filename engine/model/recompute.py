@@ -19,11 +19,8 @@ from penstock.engine.model.sums import SummedTwin
 
 
 def unread_linear(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tensor) -> str | None:
-    """The layer's last linear module if no gradient depends on what it returns, else None.
-
-    Where that one belongs to an adapter, it is the module of the base that the adapter stands beside. `run(layer)` is
-    the layer's output for x, a leaf that requires grad.
-    """
+    """The layer's last linear module if no gradient depends on what it returns, else None; where that is an adapter's,
+    the base's that it stands beside. `run(layer)` is the layer's output for x, a leaf that requires grad."""
     linears = [name for name, module in layer.named_modules() if type(module) is nn.Linear]
     order = [name for name, _ in inputs_of(layer, linears, run)]
     last = _of_base(order[-1]) if order else ""

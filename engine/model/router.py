@@ -46,9 +46,7 @@ def own_coefficient(config: PretrainedConfig) -> float:
 
 def router_coefficient(config: PretrainedConfig, wanted: float | None, *, recurrent: bool = False) -> float:
     """Weight of the load-balancing loss: what is `wanted`, else the config's where that switches the loss on; 0: none.
-
-    Raises UserError where there is to be one and the model defines none, or carries a state from token to token.
-    """
+    Raises UserError where the model defines none, or carries a state from token to token."""
     if wanted is None:
         wanted = own_coefficient(config)
     if not wanted:
@@ -94,11 +92,8 @@ def balancing_loss(model: PreTrainedModel, logits: list[tuple[Tensor, ...]]) -> 
 
 
 class RouterBalance:
-    """Counts where the routers of a step's layers send its tokens, and adds the loss's gradient in backward.
-
-    It is told what is run next (`watch`), of each step first all of forward; between that and backward `settle`. All of
-    it on the lane that computes.
-    """
+    """Counts where the routers of a step's layers send its tokens, and adds the loss's gradient in backward. All on the
+    lane that computes: `watch` says what is run next, first all of a step's forward; then `settle`, and backward."""
 
     def __init__(self, router: Router, coefficient: float, num_layers: int, device: torch.device) -> None:
         """`num_layers`: those that route."""

@@ -57,11 +57,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
 
 
 def shrink(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> tuple[PretrainedConfig, list[int]]:
-    """A config of the same model type with few, small layers that cover every distinct layer of `config`.
-
-    Layers differ by what an `adapter` stands beside as well. Also returns, for every layer of `config`, the small
-    model's layer of the same structure. Raises UserError where the layers cannot be found.
-    """
+    """A config of the same model type with few, small layers that cover every distinct layer of `config` with its
+    `adapter`; and for every layer of `config` the small one of the same structure. UserError where layers cannot be
+    found."""
     small, stand_ins = fewer_layers(config, adapter)
     for part in _parts(small):
         _shrink_fields(part)
@@ -69,10 +67,8 @@ def shrink(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> tu
 
 
 def fewer_layers(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> tuple[PretrainedConfig, list[int]]:
-    """`config` with the fewest first layers (at least two, if it has them) that hold every distinct layer structure.
-
-    Also returns, for every layer of `config`, the index of a kept layer with the same structure.
-    """
+    """`config` with the fewest first layers (at least two, if it has them) that hold every distinct layer structure;
+    and for every layer of `config` the index of a kept one with the same structure."""
     total = skeleton.num_layers(config)
     wanted = _structures(config, adapter)
     for count in range(min(total, 2), total):

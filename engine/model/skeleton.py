@@ -42,11 +42,8 @@ class LayerCall:
 
 
 class TokensBefore:
-    """In place of a cache for layers that count their tokens by one: it says for each how many come before the first.
-
-    A layer takes a token's position to be its number in the call and what a cache has already; `offsets` (int64 [n])
-    makes that the position in the token's own document. Nothing is kept.
-    """
+    """In place of a cache for layers that count their tokens by one, to which a token's position is its number in the
+    call and what the cache has: `offsets` (int64 [n]) makes that the position in the token's own document."""
 
     def __init__(self, offsets: Tensor) -> None:
         self.offsets = offsets
@@ -74,13 +71,9 @@ def build(
     adapter: AdapterConfig | None = None,
     attention_by: str = attention.NAME,
 ) -> PreTrainedModel:
-    """The model of `config` in float32 and eval mode; on meta it takes no memory.
-
-    `attention_by`: what transformers calls the implementation of its attention; Penstock's unless another is given.
-
-    With an `adapter` it has peft's layers where that wants them (model/adapters.py). Raises UserError for a model that
-    has its own attention only.
-    """
+    """The model of `config` in float32 and eval mode; on meta it takes no memory. With an `adapter` it has peft's
+    layers (model/adapters.py). `attention_by`: what transformers calls the implementation of its attention. Raises
+    UserError for a model that has its own attention only."""
     attention.register()
     config = copy.deepcopy(config)
     config.use_cache = False
@@ -118,10 +111,8 @@ def _untrained_to_buffers(model: nn.Module) -> None:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The model's decoder layers and their name.
-
-    Raises UserError when there is not exactly one list of num_hidden_layers modules.
-    """
+    """The model's decoder layers and their name. Raises UserError unless there is one list of num_hidden_layers
+    modules."""
     count = num_layers(model.config)
     result = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     outermost = [(n, m) for n, m in result if not any(n.startswith(f"{other}.") for other, _ in result)]
@@ -188,8 +179,7 @@ class _SmallOnCpu(TorchFunctionMode):
 
 
 def constructed_values(model: PreTrainedModel, names: Collection[str]) -> dict[str, Tensor]:
-    """Those of the buffers and parameters `names` whose values the model's own constructor sets, on the CPU; the same
-    ones every time."""
+    """Those of the buffers and parameters `names` whose values the model's own constructor sets, on the CPU."""
     with _SmallOnCpu(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:

@@ -40,11 +40,8 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Attention of one layer.
-
-    `window` counts the visible keys including the query's own, None sees all; with `chunk` a token sees only the keys
-    of its own block of so many tokens, counted from the document's start.
-    """
+    """Attention of one layer. `window`: visible keys, the query's own included; None: all. With `chunk` a token sees
+    only the keys of its own block of so many tokens, counted from the document's start."""
 
     heads: int
     kv_heads: int
@@ -101,11 +98,9 @@ class ModelSpec:
     sent: tuple[Sent, ...] = ()
     """What a layer hands to such a module."""
     frozen: frozenset[str] = frozenset()
-    """Buffers of which there are weights only, in the compute dtype: no master weights, moments, gradients or writes.
-    Each is called `frozen(block)`."""
+    """Buffers, `frozen(block)` each, that have weights only, in the compute dtype: no state, gradients or writes."""
     adapter: AdapterConfig | None = None
-    """The adapter that is part of the model (engine/model/adapters.py); parameters are named as in a model that has
-    it."""
+    """The adapter that is part of the model (engine/model/adapters.py) and of its parameters' names."""
     router_aux_loss: float = 0.0
     """Weight that the model's config gives the load-balancing loss of its routers where it switches that on."""
     graph_bytes: dict[str, tuple[int | None, ...]] = field(default_factory=dict, compare=False, repr=False)

@@ -1,8 +1,7 @@
 """Sums of gradients, and products that add to them.
 
-The gradient of a linear module's weight is the product of two tensors that its backward has at hand, the gradient of
-its output and its input. `SummedLinear` hands both on instead of multiplying them, so that one kernel can multiply them
-and add the product to the float32 sum: the gradient is never written in the compute dtype, read, and added.
+The gradient of a linear module's weight is the product of two tensors that its backward has at hand. `SummedLinear`
+hands both on, so that one kernel can multiply them and add the product to the float32 sum.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from penstock.engine.model.joined import inputs_of, sharing_copy, side_by_side
 
 
 class GradientSums(dict[str, Tensor]):
-    """Parameter -> the sum of its gradients, float32 [shape of the parameter] (float64 for float64).
-
-    Of those in `fresh` there is no sum yet, whatever the memory holds; the first gradient takes its place.
-    """
+    """Parameter -> the sum of its gradients, float32 [shape of the parameter] (float64 for float64). The first gradient
+    of those in `fresh` takes the place of whatever the memory holds."""
 
     def __init__(self, sums: Mapping[str, Tensor], fresh: Iterable[str] = ()) -> None:
         super().__init__(sums)
@@ -63,9 +60,8 @@ class GradientSums(dict[str, Tensor]):
 def add_product(total: Tensor, dy: Tensor, x: Tensor, *, new: bool, most_rows: int) -> None:
     """Add dy^T x to `total` [out, in], or put it there if that is `new`; dy [n, out] and x [n, in] of one dtype.
 
-    In one kernel where the dtypes are the same or made so, or where `prepare` has found one for bfloat16 into float32.
-    Otherwise there are products of `most_rows` rows at most at a time on a GPU, whose memory is planned for one
-    matrix's.
+    In one kernel where the dtypes are or are made the same, or where `prepare` has found one; else in products of at
+    most `most_rows` rows on a GPU, whose memory is planned for one matrix's.
     """
     if emulated(dy) and total.dtype == torch.float32:
         dy, x = dy.float(), x.float()
@@ -97,12 +93,9 @@ def prepare(
     dtype: torch.dtype,
     recorded: Mapping[str, bool] | None = None,
 ) -> list[str]:
-    """Find out which sums of these shapes take products of `rows` rows in one kernel: that rounds once less.
-
-    Where it is right and not slower than two kernels, and as `recorded` where that says; nothing is timed then, nor
-    where determinism is asked for. What was known before is forgotten. Returns which of those that were recorded are
-    not right any more.
-    """
+    """Find out which sums of these shapes take products of `rows` rows in one kernel, which rounds once less: where it
+    is right and not slower than two, or as `recorded`, or, untimed, where determinism is asked for. What was known
+    before is forgotten. Returns which of the recorded are not right any more."""
     _into_float32.clear()
     lost = []
     for shape in dict.fromkeys(shapes):
@@ -121,10 +114,7 @@ def choices() -> dict[str, bool]:
 
 
 class _Trial(NamedTuple):
-    """Some rows of a float32 sum, and what is multiplied for them.
-
-    What it takes is no more than a gradient in the compute dtype, which is planned for.
-    """
+    """Some rows of a float32 sum, and what is multiplied for them: no more than the gradient that is planned for."""
 
     total: Tensor
     dy: Tensor
@@ -223,10 +213,8 @@ class SummedLinear(nn.Module):
 
 
 class Product(NamedTuple):
-    """A product that is to be added to the gradients of `weights`, and its rows to those of `biases`, by their names.
-
-    There are several where these lie one behind the other (engine/model/joined.py); `biases` may be none.
-    """
+    """A product that is to be added to the gradients of `weights`, and its rows to those of `biases` (maybe none), by
+    name; several where these lie one behind the other (engine/model/joined.py)."""
 
     weights: tuple[str, ...]
     biases: tuple[str, ...]
@@ -238,10 +226,8 @@ class SummedTwin:
     """A layer some of whose linear modules are SummedLinear, with the parameters and buffers of `layer`."""
 
     def __init__(self, layer: nn.Module, names: Mapping[str, Sequence[str]], unread: str | None) -> None:
-        """`names`: the linear modules -> those that have their weights, several where one is made of them.
-
-        `unread`: the linear module whose output is left out; if it is none of `names`, it has gradients as usual.
-        """
+        """`names`: the linear modules -> those that have their weights, several where one is made of them. `unread`:
+        the one whose output is left out; if it is none of `names`, it has gradients as usual."""
         self.module = sharing_copy(layer)
         self._linears: list[tuple[Sequence[str], SummedLinear]] = []
         for name, members in (names if unread is None else {**names, unread: names.get(unread, ())}).items():
@@ -269,10 +255,8 @@ class SummedTwin:
 
 
 def summed_linears(layer: nn.Module, run: Callable[[nn.Module], Tensor], x: Tensor) -> tuple[str, ...]:
-    """The layer's linear modules whose gradients are products of what they see of x [1, n, hidden], all of it, once.
-
-    `run(layer)` is the layer's output for x, a leaf that requires grad. None where the gradients are not the same.
-    """
+    """The layer's linear modules whose gradients are products of what they see of x [1, n, hidden], all of it, once;
+    none where the gradients are not the same. `run(layer)` is the layer's output for x, a leaf that requires grad."""
     linears = [n for n, module in layer.named_modules() if type(module) is nn.Linear and module.weight.requires_grad]
     rows: dict[str, list[int]] = {}
     for name, seen in inputs_of(layer, linears, run):

@@ -1,8 +1,5 @@
-"""The tokens of a chunk, with everything about them that an op would otherwise have to ask the device for.
-
-Which rows have a target, which token ids occur: on CUDA each such question would stop the compute lane. The host knows
-the answers when the batch is fetched, so they travel with it.
-"""
+"""The tokens of a chunk, with what an op would otherwise have to ask the device for, which would stop the compute lane:
+which rows have a target, which token ids occur."""
 
 from __future__ import annotations
 

@@ -85,11 +85,8 @@ def random_model(
 
 
 def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> Trial:
-    """Run the (already shrunk) model of `config`, with its `adapter`, and see what depends on what.
-
-    Raises UserError naming what makes the model impossible to stream: layers connected by more than the hidden state,
-    layers that see the future, several attention calls in one layer.
-    """
+    """Run the (already shrunk) model of `config`, with its `adapter`, and see what depends on what. Raises UserError
+    naming what makes the model impossible to stream."""
     model = random_model(config, adapter=adapter)
     kind = f"model type '{config.model_type}'"
     prefix, layers = skeleton.find_layers(model)

@@ -99,17 +99,13 @@ class SampleData:
 _TENSORS = len(fields(ChunkTokens))
 assert _TENSORS * 8 == BYTES_PER_TOKEN, "the plan counts other bytes per token"
 COMPILED_MULTIPLE = 128
-"""Tokens: where layers are compiled, each length of a chunk is a graph of its own, to be made in the middle of the run.
-So chunks end at a few places only: at a quarter, a half, three quarters or all of their length, in whole tiles of
-matrix products."""
+"""Tokens: where layers are compiled, each length of a chunk is a graph of its own. So chunks end at quarters of their
+length only, in whole tiles of matrix products."""
 
 
 class BatchCarrier:
-    """Brings fetched batches to the compute device: on CUDA in one copy per step, beside all lanes.
-
-    The copy goes through one pinned buffer and a stream of its own, for which the caller waits. So no lane waits for
-    it, and the tensors are complete before any op can read them. A step's device memory is freed with its last tensor.
-    """
+    """Brings fetched batches to the compute device: on CUDA in one copy per step, through one pinned buffer and a
+    stream of its own, for which the caller waits, and no lane. A step's device memory is freed with its last tensor."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, *, compiled: bool = False) -> None:
         """`chunks`: the plan's."""

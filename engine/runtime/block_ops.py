@@ -91,10 +91,7 @@ class BlockOps:
             views.hidden(op.slots[a.OUT], chunk).copy_(dx)
 
     def mark(self, op: Op) -> None:
-        """Note a value that is finite if the output of a block's op is; "clip" names the first that is not.
-
-        One more pass over a hidden state, which no one waits for.
-        """
+        """Note a value that is finite if the output of a block's op is; "clip" names the first that is not."""
         views, backward = self._views, op.action.phase != "forward"
         result = views.hidden(op.slots[a.OUT], views.chunk(op))
         self._marks[int(backward), views.block_index(op.block), op.index].copy_(result.sum(dtype=torch.float32))
@@ -126,10 +123,8 @@ class BlockOps:
 
     @handles(a.CLIP)
     def _clip(self, op: Op) -> None:
-        """Loss, global norm and clipping factor of the step, checked before any state changes.
-
-        Reads the step's results from the compute device, once; the ops that made them are done.
-        """
+        """Loss, global norm and clipping factor of the step, checked before any state changes; one read of the
+        device."""
         data = self._views.steps[op.step]
         self._to_host(self._report, self._report_on_host)
         losses, squares, marks = (part.double() for part in self._split_report(self._report_on_host))

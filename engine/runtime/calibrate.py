@@ -1,8 +1,7 @@
 """Measuring a plan's compute ops on the real device before the run: one of each kind, at the plan's own chunk.
 
-The ops are the schedule's, carried out by the runtime in the plan's own GPU slots on the run's own lanes, on random
-weights and the first batch; no state is touched. What is learnt corrects the costs with which the run is planned once
-more, and what had to be compiled for it is compiled.
+The runtime carries out the schedule's ops in the plan's own GPU slots on the run's own lanes, on random weights and the
+first batch; no state is touched. The run is planned once more with what is learnt, and is compiled by then.
 """
 
 from __future__ import annotations
@@ -81,11 +80,9 @@ def calibrate(
     *,
     brief: bool = False,
 ) -> Calibration:
-    """Times of the compute ops of `plan`, and rates of the optimizer and the copies, on the device of `compute`.
-
-    Each is measured on its lane of `executor`, which has nothing else to do. `machine` only serves to count what ops
-    do. Takes the plan's GPU memory and gives it back. `brief`: layers only, once each, for a first idea.
-    """
+    """Times of the compute ops of `plan`, and rates of the optimizer and the copies, on the device of `compute`, each
+    on its lane of `executor`, which is idle. `machine` only serves to count what ops do. Takes the plan's GPU memory
+    and gives it back. `brief`: layers only, once each."""
     device = compute.runner.device
     if device.type == "cpu":
         # OpenMP's threads spin between two kernels as long as there are no more of them than cores. In a run, whose
@@ -207,10 +204,8 @@ def _chosen(units: Sequence[_Unit]) -> list[_Unit]:
 
 
 def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
-    """One unit of each layer's kind as it would be were its graph saved, where the plan may save graphs and saves none.
-
-    So the plan learns what they take, which can be less than is computed when layers are compiled.
-    """
+    """One unit of each layer's kind as it would be were its graph saved, where the plan may save graphs and saves none:
+    it learns what they take, less than is computed when layers are compiled."""
     tier, shapes = plan.tiers["gpu"], {block.name: block for block in plan.blocks}
     if plan.saved_graphs or plan.streamed or plan.problem.activation_checkpointing != "auto":
         return []
@@ -231,11 +226,8 @@ def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
 
 
 def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterator[tuple[_Unit, list[float], int]]:
-    """Each unit, the median seconds of its ops, and the bytes of the graph that it saves.
-
-    One run of all of them does not count: it compiles, and memory is fetched from the system. Then they take turns, as
-    in a run, so that each finds memory as others leave it.
-    """
+    """Each unit, the median seconds of its ops, and the bytes of the graph that it saves. After a run that compiles
+    they take turns, so that each finds memory as others leave it."""
 
     def run(unit: _Unit) -> list[float]:
         times, between = [], unit.between

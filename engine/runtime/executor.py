@@ -75,22 +75,8 @@ class _Ticket:
 
 
 class Executor:
-    """Lanes that carry out ops handed over with `submit`.
-
-    Their threads see the settings of torch that the maker of the executor sees (since torch 2.12 those of Dynamo and
-    Inductor are a thread's own).
-
-    Parameters
-    ----------
-    perform:
-        Carries out one op, on the op's lane thread (and, on CUDA, inside the lane's stream); None: `attach` gives it.
-    device:
-        Where `compute` runs; CUDA makes the GPU lanes asynchronous.
-    in_flight:
-        Ops of a lane that may be in progress at once when `perform` returns futures.
-    on_start:
-        Called with its lane at the start of each lane's thread.
-    """
+    """Lanes that carry out ops handed over with `submit`, under the settings of torch that the maker of the executor
+    sees."""
 
     def __init__(
         self,
@@ -181,10 +167,7 @@ class Executor:
 
     def call(self, lane: str, work: Callable[[], T]) -> T:
         """Run `work` on a lane's thread (on CUDA: inside its stream) behind what is queued there, and behind what the
-        calling thread has given the device; its result.
-
-        What it raises is raised here, a TimeoutError of its own as well, and the lane goes on.
-        """
+        calling thread has given the device; its result. What it raises is raised here, and the lane goes on."""
         done: Future[T] = Future()
         self._await_preparation()
         with self._lock:
@@ -198,10 +181,8 @@ class Executor:
         return done.result()
 
     def submit(self, ops: Iterable[Op]) -> None:
-        """Queue ops; ids must increase from call to call. Raises the failure of a lane, if there was one.
-
-        Waits while MAX_QUEUED ops are queued already: a step over millions of tokens has hundreds of thousands.
-        """
+        """Queue ops; ids must increase from call to call. Waits while MAX_QUEUED are queued. Raises the failure of a
+        lane."""
         with self._lock:
             while self._failure is None and len(self._tickets) >= MAX_QUEUED:
                 self._main.wait(0.01)
@@ -260,11 +241,8 @@ class Executor:
             return (self._stopped_at or time.perf_counter()) - self.epoch, result
 
     def close(self) -> None:
-        """End the lanes; ops in progress finish, queued ones are dropped.
-
-        Nothing is raised here, and after a failure what does not end within CLOSE_S is left behind: a GPU that is gone
-        may never answer.
-        """
+        """End the lanes; ops in progress finish, queued ones are dropped. Nothing is raised, and after a failure what
+        does not end within CLOSE_S is left behind: a GPU that is gone may never answer."""
         with self._lock:
             self._closing = True
             self._wake_all()
@@ -360,10 +338,8 @@ class Executor:
         return self._failure is not None or self._closing
 
     def _await_dependencies(self, op: Op) -> tuple[int, ...]:
-        """Return once `op` may run: on a stream everything it waits for is ordered before it, elsewhere it is done.
-
-        The ids of those that were not done at first.
-        """
+        """Return once `op` may run: on a stream what it waits for is ordered before it, elsewhere that is done. Its
+        ids, of what was not done at first."""
         on_gpu = self._cuda and op.lane in GPU_LANES
         events: list[torch.cuda.Event] = []
         with self._lock:

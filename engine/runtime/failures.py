@@ -25,10 +25,7 @@ _TRIED = re.compile(r"[Tt]ried to allocate ([0-9.]+ [KMGT]?i?B)")
 
 
 def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None:
-    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is a mistake of ours.
-
-    What is on disk is untouched by either; the caller says which generation that is.
-    """
+    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is a mistake of ours."""
     where = f"op {describe(op, plan)}" if op is not None else "what surrounds the ops"
     text = str(error)
     said = gpu_failure(error)
@@ -72,10 +69,8 @@ def _tokens(plan: Plan, index: int) -> str:
 
 
 def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
-    """What first was not finite in a step, in the order of groups and their passes; None if all was.
-
-    losses [chunks]; squares [buffers]; marks [2, blocks, chunks], forward and backward.
-    """
+    """What first was not finite in a step, in the order of groups and their passes; None if all was. losses [chunks];
+    squares [buffers]; marks [2, blocks, chunks], forward and backward."""
     if all(values.isfinite().all() for values in (losses, squares, marks)):
         return None
     of_loss, (forward, backward), blocks = losses.tolist(), marks.tolist(), range(len(plan.blocks))

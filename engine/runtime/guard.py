@@ -20,11 +20,8 @@ INTERVAL_S = 0.05
 
 
 def hard_reserve(total_bytes: int) -> int:
-    """Free memory below which a run stops; the kernel begins to kill when about none is left.
-
-    A hundredth of it all, between 512 MiB, which lanes can touch between two looks, and 4 GiB; in small containers an
-    eighth.
-    """
+    """Free memory below which a run stops, before the kernel kills: a hundredth of it all, between 512 MiB, which lanes
+    can touch between two looks, and 4 GiB; in small containers an eighth."""
     return min(max(GIB // 2, total_bytes // 100), 4 * GIB, total_bytes // 8)
 
 

@@ -363,10 +363,8 @@ class LayerOps:
     # ------------------------------------------------------------------ links
 
     def _both_ends(self, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
-        """(on the compute device, where it is offloaded to) of what a copy is about; keys and values are two.
-
-        How many tokens, the op's bytes say: a copy that nobody waits for may outlive what is known of its batch.
-        """
+        """(on the compute device, where it is offloaded to) of what a copy is about; keys and values are two. The op's
+        bytes say how many tokens: a copy may outlive what is known of its batch."""
         kind, offloaded = op.action.kind, self._views.offloaded(op)
         if kind == "kv":
             shape = self._shape(self._views.layer(op))

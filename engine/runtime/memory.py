@@ -24,11 +24,8 @@ from penstock.storage.tier.arena import HostArena, empty_aligned
 
 
 class DeviceArena:
-    """Slots on the compute device, allocated once and for good, within a capacity.
-
-    Each slot is an allocation of its own: autograd and torch.compile take tensors that share a storage for views of
-    one another, and lanes write to other slots while a backward runs.
-    """
+    """Slots on the compute device, allocated once and for good, within a capacity; each by itself, as autograd and
+    torch.compile take tensors that share a storage for views of one another."""
 
     def __init__(self, capacity_bytes: int, device: torch.device) -> None:
         self._capacity_bytes = capacity_bytes
@@ -90,8 +87,7 @@ class RamMemory:
     between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(space, chunk) -> what waits of it between two blocks, uint8: see engine.plan.plan.between_bytes."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
-    """For each chunk of a micro-batch what one block's pass needs beside what is saved, uint8: see
-    engine.plan.plan.attention_regions."""
+    """For each chunk of a micro-batch what one block's pass needs, uint8: see engine.plan.plan.attention_regions."""
     state_stages: list[dict[str, Tensor]] = field(default_factory=list)
     """Kind of state (float32), or "gradient" -> one part of it."""
     part_stages: list[Tensor] = field(default_factory=list)
@@ -116,8 +112,7 @@ def _dtypes(
 def allocate_gpu(
     plan: Plan, device: torch.device, compute_dtype: torch.dtype, weights: dict[str, Tensor] | None = None
 ) -> GpuMemory:
-    """Carve the compute device's memory; temporaries are not part of it. `weights`: of buffers that have theirs there
-    already."""
+    """Carve the compute device's memory, without temporaries. `weights`: of buffers that have theirs there already."""
     problem = plan.problem
     parts = plan.tiers["gpu"].parts
     gpu = GpuMemory(DeviceArena(sum(parts.values()) - parts["workspace"] - parts["saved graphs"], device))

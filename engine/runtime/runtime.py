@@ -1,8 +1,5 @@
-"""Carries out the ops of a schedule: each by the handler of its action, on the op's own lane.
-
-Everything an op touches was named when the schedule was built; nothing here allocates a slot, chooses a place or
-waits for another op.
-"""
+"""Carries out the ops of a schedule: each by the handler of its action, on the op's own lane. Nothing here allocates a
+slot, chooses a place or waits for another op."""
 
 from __future__ import annotations
 
@@ -96,8 +93,7 @@ class Runtime:
 
     def end_samples(self, batch: int) -> Tensor:
         """The logits, float32 [sequences, vocabulary] in host memory, once all ops of the pass are done; forgets its
-        tokens. Of sequences whose logits were not wanted they are those of passes before; the next pass writes there.
-        """
+        tokens. Those that were not wanted are of passes before; the next pass writes there."""
         del self._views.samples[batch]
         logits = self._views.ram.sample_logits
         assert logits is not None

@@ -1,5 +1,4 @@
-"""Where the weights of a model that is only queried are read from: a Hugging Face folder, an adapter's beside its base,
-or a run's committed state."""
+"""Where the weights of a model are read from: a Hugging Face folder, an adapter's beside its base, a run's state."""
 
 from __future__ import annotations
 
