@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.spec import layouts
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import BatchCarrier

@@ -49,7 +49,6 @@ class Forward(Protocol):
     def __call__(self, rows: Sequence[Row]) -> Tensor:
         """float32 [len(rows), vocab]: the logits behind the last token of each row. Keys and values are kept for later
         calls; a row that starts below what is kept of its sequence drops what lies behind."""
-        ...
 
 
 class Continuation(NamedTuple):

@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
-from penstock.engine.model.freezing import frozen_names, require_rows_trained, require_some_trained
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.router import own_coefficient
 from penstock.engine.model.shrink import shrink
@@ -33,7 +33,9 @@ from penstock.engine.model.spec import (
     rotary_tables,
 )
 from penstock.engine.model.trace import Trial, attention_shapes, run_trial
+from penstock.engine.optim.groups import nearest
 from penstock.storage.files.errors import UserError, refused
+from penstock.storage.files.untrusted import one_line
 from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -77,7 +79,7 @@ def take_apart(
             raise UserError(f"train.split_layers: {kind} has no '{split_layers}' to split off its layers; leave it out")
         whole = _split_off(whole, prefix, branches, split_layers)
     names = [param.name for params in whole.values() for param in params]
-    stays = frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
+    stays = _frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
     structures = _structures(prefix, layers, stays)
     buffers = _split(whole, stays)
     blocks = [BlockSpec(EMBED, "embed", _own(EMBED, buffers))]
@@ -132,7 +134,11 @@ def take_apart(
         adapter=adapter,
         router_aux_loss=own_coefficient(config),
     )
-    require_some_trained(spec)
+    if not spec.num_trained:
+        raise UserError(
+            f"train.freeze: all {spec.num_params:,} parameters are frozen, so nothing is left to train; remove a "
+            "pattern"
+        )
     return spec
 
 
@@ -153,7 +159,12 @@ def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
                 "give a divisor of model.num_heads"
             )
     if recipe.model.added_tokens and spec.frozen:
-        require_rows_trained(spec)
+        tables = skeleton.vocabulary_tables(skeleton.build(spec.config))
+        for name in sorted(tables & spec.frozen_params):
+            raise UserError(
+                f"model.added_tokens: the rows of new tokens must be trained, but train.freeze freezes {name}; leave "
+                "it out, or add no tokens"
+            )
     validate_context(spec, recipe.data.sequence_length)
     find_graph_bytes(spec, recipe.train.compute_dtype)
     return spec
@@ -295,6 +306,19 @@ def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
         if tensor.is_floating_point() and tensor.isnan().any():
             raise UserError(f"model type '{spec.model_type}': transformers does not initialise the buffer {name}")
     return constants
+
+
+def _frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str]:
+    """Those of a model's parameters `names` that a pattern of train.freeze fits. UserError for one that fits none."""
+    result: set[str] = set()
+    for pattern in patterns:
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise UserError(
+                f"train.freeze: '{one_line(pattern)}' matches no parameter; the nearest are {nearest(pattern, names)}"
+            )
+        result.update(fitting)
+    return frozenset(result)
 
 
 def _structures(prefix: str, layers: nn.ModuleList, stays: frozenset[str]) -> list[int]:

@@ -83,7 +83,7 @@ class ModelSpec:
     structures: tuple[int, ...]
     """For each layer the index of the first layer that computes the same function of its parameters."""
     unread: tuple[str | None, ...] = field(repr=False)
-    """Per layer: its linear module whose output no gradient depends on, relative to the layer (model/recompute.py)."""
+    """Per layer: its linear module whose output no gradient depends on, relative to the layer (model/sums.py)."""
     summed: tuple[tuple[str, ...], ...] = field(repr=False)
     """Per layer: its linear modules whose weights' gradients one kernel can multiply and sum (model/sums.py)."""
     joined: tuple[tuple[tuple[str, ...], ...], ...] = field(repr=False)

@@ -88,27 +88,22 @@ class Stream(Protocol):
     @property
     def ids(self) -> Tensor:
         """Int64 [T]."""
-        ...
 
     @property
     def labels(self) -> Tensor:
         """Int64 [T]; -100 has no loss."""
-        ...
 
     @property
     def weights(self) -> Tensor | None:
         """Float32 [T]: how much the loss of each label counts; None: 1 for all."""
-        ...
 
     @property
     def positions(self) -> Tensor:
         """Int64 [T], from the start of the document."""
-        ...
 
     @property
     def documents(self) -> list[int]:
         """Sorted starts of the documents; the first is 0."""
-        ...
 
 
 def last_positions(positions: Tensor, documents: Sequence[int]) -> Tensor:

@@ -18,9 +18,8 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.model import skeleton
 from penstock.engine.model.decay import undecayed_matrices
 from penstock.engine.model.joined import readers_of_one
-from penstock.engine.model.recompute import unread_linear
 from penstock.engine.model.spec import AttentionShape
-from penstock.engine.model.sums import summed_linears
+from penstock.engine.model.sums import summed_linears, unread_linear
 from penstock.storage.files.errors import UserError
 
 _TOKENS = 12
@@ -37,7 +36,7 @@ class Trial:
     attends: tuple[bool, ...]
     """Per layer: whether it calls attention."""
     unread: tuple[str | None, ...]
-    """Per layer: its linear module whose output no gradient depends on (engine/model/recompute.py)."""
+    """Per layer: its linear module whose output no gradient depends on (engine/model/sums.py)."""
     summed: tuple[tuple[str, ...], ...]
     """Per layer: its linear modules whose weights' gradients are products (engine/model/sums.py)."""
     sharing: tuple[tuple[tuple[str, ...], ...], ...]

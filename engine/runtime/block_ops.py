@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
@@ -39,8 +38,8 @@ class BlockOps:
         plan = views.plan
         self._number = {name: i for i, name in enumerate(plan.buffers)}
         # What "clip" reads of a step, in one tensor so that it is one copy.
-        shapes = [(len(plan.chunks),), (len(plan.buffers),), (2, len(plan.blocks), len(plan.chunks))]
-        self._report = torch.zeros(sum(math.prod(shape) for shape in shapes), device=self._device)
+        self._sizes = [len(plan.chunks), len(plan.buffers), 2 * len(plan.blocks) * len(plan.chunks)]
+        self._report = torch.zeros(sum(self._sizes), device=self._device)
         self._losses, self._square_norms, self._marks = self._split_report(self._report)
         # Of each target of an evaluation its log-probability and whether it is the likeliest token; of a chunk those at
         # its tokens' places, from the first on.
@@ -156,10 +155,8 @@ class BlockOps:
 
     def _split_report(self, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses [chunks], squared norms [buffers] and marks [2, blocks, chunks] in a step's report."""
-        plan = self._views.plan
-        chunks, blocks = len(plan.chunks), len(plan.blocks)
-        losses, squares, marks = report.split([chunks, len(plan.buffers), 2 * blocks * chunks])
-        return losses, squares, marks.view(2, blocks, chunks)
+        losses, squares, marks = report.split(self._sizes)
+        return losses, squares, marks.view(2, -1, len(losses))
 
 
 def _file(op: Op) -> str:

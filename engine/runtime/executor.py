@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -62,16 +63,14 @@ class _Call(NamedTuple):
     done: Future[Any]
 
 
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """Progress of one op that is not done."""
 
-    __slots__ = ("event", "waiters")
-
-    def __init__(self) -> None:
-        self.event: torch.cuda.Event | None = None
-        """The op's end on its stream, once it has been issued there."""
-        self.waiters: list[threading.Condition] = []
-        """Who is to be woken when the op is issued or done."""
+    event: torch.cuda.Event | None = None
+    """The op's end on its stream, once it has been issued there."""
+    waiters: list[threading.Condition] = field(default_factory=list)
+    """Who is to be woken when the op is issued or done."""
 
 
 class Executor:
@@ -85,6 +84,11 @@ class Executor:
         in_flight: Mapping[str, int] | None = None,
         on_start: Callable[[str], None] | None = None,
     ) -> None:
+        """`perform` carries out an op on its lane's thread, on CUDA inside the lane's stream; None: `attach` gives it.
+
+        `in_flight`: ops of a lane that may be in progress at once where that returns futures. `on_start` is called
+        with its lane at the start of each thread.
+        """
         self._perform = perform
         self._on_start = on_start
         self._device = device

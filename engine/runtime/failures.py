@@ -30,7 +30,13 @@ def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None
     text = str(error)
     said = gpu_failure(error)
     if isinstance(error, torch.OutOfMemoryError) or (said is not None and "out of memory" in text):
-        return UserError(_out_of_memory(text, where, plan))
+        tried, gpu = _TRIED.search(text), plan.tiers["gpu"]
+        requested = f" asked for {tried[1]} more" if tried else ""
+        return UserError(
+            f"budgets.gpu: out of GPU memory despite the plan: {where}{requested}; the plan's peak is "
+            f"{gpu.peak_bytes:,} bytes of a budget of {gpu.budget_bytes:,}. Raise budgets.gpu, lower "
+            "train.chunk_tokens, or stop the other programs on this GPU"
+        )
     if said is not None:
         return UserError(
             f"the GPU failed in {where}: {said}. GPU errors are reported late, so an "
@@ -44,17 +50,6 @@ def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None
         )
     reason = used_up(error)
     return None if reason is None else UserError(f"in {where}: {reason}")
-
-
-def _out_of_memory(text: str, where: str, plan: Plan) -> str:
-    tried = _TRIED.search(text)
-    requested = f" asked for {tried[1]} more" if tried else ""
-    gpu = plan.tiers["gpu"]
-    return (
-        f"budgets.gpu: out of GPU memory despite the plan: {where}{requested}; the plan's peak is {gpu.peak_bytes:,} "
-        f"bytes of a budget of {gpu.budget_bytes:,}. Raise budgets.gpu, lower train.chunk_tokens, or stop the other "
-        "programs on this GPU"
-    )
 
 
 def describe(op: Op, plan: Plan) -> str:

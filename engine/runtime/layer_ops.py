@@ -1,4 +1,4 @@
-"""The compute ops of decoder layers, and the copies of activations."""
+"""The compute ops of decoder layers and of their branches, and the copies of activations."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ class LayerOps:
     @handles(a.LAYER_RECOMPUTE)
     def _recompute(self, op: Op) -> None:
         """Keys and values into the window, attention's output and log-sum-exp, of a layer that saved its input only."""
-        layer, *operands = self._operands(op)
-        projection = self._layers.project(layer, *operands)
+        operands = self._operands(op)
+        layer, projection = operands[0], self._layers.project(*operands)
         state = self._state(op, *self._saved(op, self._shape(layer)))
         with torch.no_grad():
             attention.forward_handler(self._layers.in_blocks(layer, state))(*projection)
@@ -385,6 +385,34 @@ class LayerOps:
         for here, there in self._both_ends(op):
             target, source = (here, there) if op.lane == "h2d" else (there, here)
             self._views.ram.arena.copy(target, source)
+
+
+class BranchOps:
+    """Parts of layers that are blocks of their own."""
+
+    def __init__(self, views: Views) -> None:
+        self._views, self._branches = views, views.runner.branches
+
+    @handles(*a.BRANCH_FORWARD.values(), *a.BRANCH_EVALUATE.values(), *a.BRANCH_GENERATE.values())
+    def _forward(self, op: Op) -> None:
+        """What the layer made of a chunk, with its branch's output added."""
+        views, chunk = self._views, self._views.chunk(op)
+        x, sent = views.hidden(op.slots[a.X], chunk), views.sent(op.slots[a.SENT], chunk)
+        y = self._branches.forward(views.layer(op), views.weights(op), x, sent)
+        views.hidden(op.slots[a.OUT], chunk).copy_(y)
+
+    @handles(*a.BRANCH_BACKWARD.values())
+    def _backward(self, op: Op) -> None:
+        views, chunk = self._views, self._views.chunk(op)
+        sent, dy = views.sent(op.slots[a.SENT], chunk), views.hidden(op.slots[a.DY], chunk)
+        gradients = views.gradients(op)
+        result = self._branches.backward(views.layer(op), views.weights(op), sent, dy, gradients)
+        gradients.settle()
+        if a.OUT in op.slots:  # else nothing below is trained
+            views.hidden(op.slots[a.OUT], chunk).copy_(dy)
+            targets = self._branches.with_gradient(views.sent(op.slots[a.DSENT], chunk))
+            for target, gradient in zip(targets, result, strict=True):
+                target.copy_(gradient)
 
 
 def _tokens(chunk: Chunk) -> int:

@@ -105,7 +105,8 @@ def _dtypes(
 ) -> dict[str, torch.dtype]:
     """Kind -> dtype of what lives on `tier` of a buffer."""
     result = {"weights": weights} if buffer.weights == tier else {}
-    result |= {"gradient": gradient} if buffer.gradient == tier else {}
+    if tier in (buffer.gradient, buffer.sums):
+        result["gradient"] = torch.float32 if buffer.sums == tier else gradient
     return result | (dict.fromkeys(plan.problem.state_kinds, torch.float32) if buffer.state == tier else {})
 
 
@@ -122,8 +123,6 @@ def allocate_gpu(
 
     for buffer in plan.buffers.values():
         dtypes = _dtypes(plan, buffer, "gpu", compute_dtype, torch.float32)
-        if buffer.sums == "gpu":
-            dtypes["gradient"] = torch.float32
         if weights and buffer.name in weights:
             gpu.buffers[buffer.name] = {"weights": weights[buffer.name]}
             continue
@@ -162,8 +161,6 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
 
     for buffer in plan.buffers.values():
         name, dtypes = buffer.name, _dtypes(plan, buffer, "ram", compute_dtype, gradient_dtype)
-        if buffer.sums == "ram":
-            dtypes["gradient"] = torch.float32
         ram.buffers[name] = {kind: typed(f"{name}.{kind}", buffer.numel, dtype) for kind, dtype in dtypes.items()}
         if buffer.sums == "ram":
             # What is complete takes the place of what was summed so far.

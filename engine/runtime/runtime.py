@@ -16,9 +16,8 @@ from penstock.engine.optim.base import Optimizer
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import EvaluationData, SampleData, StepData
 from penstock.engine.runtime.block_ops import BlockOps
-from penstock.engine.runtime.branch_ops import BranchOps
 from penstock.engine.runtime.handlers import handlers_of
-from penstock.engine.runtime.layer_ops import LayerOps
+from penstock.engine.runtime.layer_ops import BranchOps, LayerOps
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.runtime.sample_ops import SampleOps
 from penstock.engine.runtime.sources import Weights

@@ -44,7 +44,6 @@ class Weights(Protocol):
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         """Fill `out` [numel of the buffer's layout], on the host, with its parameters rounded to the dtype of `out`;
         the gaps between parameters are left as they are. Each buffer has one part."""
-        ...
 
 
 class Source(Weights, Protocol):
@@ -61,7 +60,6 @@ class Source(Weights, Protocol):
 
     def stored_bytes(self, buffer: str) -> int:
         """Bytes that are read from disk for a buffer."""
-        ...
 
     def close(self) -> None: ...
 
