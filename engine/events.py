@@ -67,8 +67,6 @@ class LaneTotals:
 
 
 class UnderWay(NamedTuple):
-    """An op that is being carried out."""
-
     lane: str
     op: str
     block: str
@@ -90,8 +88,6 @@ class Progress(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class StepMetrics:
-    """One optimizer step."""
-
     step: int
     """1 for the first step of the run."""
     loss: float
@@ -105,7 +101,6 @@ class StepMetrics:
     step_s: float
     """From the step's start to its loss and gradient norm being known; validations and pauses are in no step."""
     tokens_per_s: float
-    """Of this step: `tokens` / `step_s`."""
     warmup: bool = False
     """Whether it is one of the first WARMUP_STEPS of its process."""
     model_flops: int = 0
@@ -134,8 +129,6 @@ class Recall:
 
 @dataclass(kw_only=True, slots=True)
 class ValidationMetrics:
-    """The validation loss after one step."""
-
     step: int
     """It is measured with the weights as they are after this step."""
     loss: float
@@ -143,7 +136,6 @@ class ValidationMetrics:
     tokens: int
     """Those targets."""
     seconds: float
-    """How long it took."""
     time: float
     """Unix seconds at its end."""
     accuracy: float = math.nan
@@ -154,8 +146,6 @@ class ValidationMetrics:
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """What the model wrote behind one prompt."""
-
     prompt: str
     text: str
     """Behind the prompt."""
@@ -167,14 +157,11 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class SampleMetrics:
-    """The samples after one step."""
-
     step: int
     """They are written with the weights as they are after this step."""
     samples: list[Sample]
     """One per prompt, in the recipe's order."""
     seconds: float
-    """How long they took."""
     time: float
     """Unix seconds at their end."""
 

@@ -34,13 +34,9 @@ SHARD_BYTES = 5 * 10**9
 
 
 class Exported(NamedTuple):
-    """What an export came to."""
-
     step: int | None
-    """Whose state it is."""
     num_params: int
     num_trained: int
-    """Of these."""
     model_type: str
     adapter: AdapterConfig | None
     """What was exported is this adapter alone."""

@@ -45,9 +45,7 @@ class Recorded(NamedTuple):
     choice: tuple[int, PlanOptions]
     """Chunk length, and what the search chose."""
     compiled: bool
-    """Whether layers were compiled."""
     optimizer_mode: str
-    """Optimizer.mode."""
     graph_bytes: dict[str, int] | None
     """PlanRequest.graph_bytes: compiled, a saved graph and one that is recomputed are other programs."""
 

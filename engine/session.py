@@ -105,7 +105,6 @@ class Session:
         self._tokenizer = tokenizer
         self._data: StepData | None = None
         self.spikes: deque[Spike] = deque()
-        """To be told."""
         self._gains = Gains.of(store.meta.get("validation"))
         self.remeasures = False
         """Whether the step that this process began with is that of the checkpoint best: its validation loss, which its

@@ -13,8 +13,6 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """How continuations are chosen."""
-
     new_tokens: int = 64
     """At most so many of each sequence."""
     temperature: float = 0.0
@@ -52,8 +50,6 @@ class Forward(Protocol):
 
 
 class Continuation(NamedTuple):
-    """What was put behind a prompt."""
-
     ids: list[int]
     """Without the token that ended it."""
     ended: bool

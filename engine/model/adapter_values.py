@@ -80,8 +80,10 @@ class AdapterLayers:
 
     def _merge(self, module: str, own: Tensors, base: Tensor) -> Tensor:
         layer = self._layers[module]
-        sites = [(*_site(self._model, name), tensor) for name, tensor in own.items()]
-        sites.append((*_base_of(layer)[1:], base))
+        sites = [(*_base_of(layer)[1:], base)]
+        for name, tensor in own.items():
+            owner, _, key = name.rpartition(".")
+            sites.append((self._model.get_submodule(owner), key, tensor))
         on_meta = [part._parameters[key] for part, key, _ in sites]
         try:
             for part, key, tensor in sites:
@@ -102,11 +104,6 @@ def _base_of(layer: Any) -> tuple[Tensor, nn.Module, str]:
     module = layer.get_base_layer()
     key = getattr(layer, "parameter_name", "weight")
     return getattr(module, key), module, key
-
-
-def _site(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    module, _, key = name.rpartition(".")
-    return model.get_submodule(module), key
 
 
 def with_adapter(

@@ -44,15 +44,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != BASE)
 
 
-def base_module(module: Any) -> nn.Module:
-    """The model's own module where `module` is peft's around it."""
-    result: nn.Module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-    return result
-
-
-def id_columns(module: Any) -> list[nn.Module]:
-    """What holds an adapter's matrices that have a column for each token id, where `module` embeds tokens."""
-    return [module.lora_embedding_A] if hasattr(module, "lora_embedding_A") else []
+def id_axes(module: Any) -> tuple[Any, dict[int, int]]:
+    """The model's own embedding where `module` may be peft's around it; what has tables, by id -> the ids' axis."""
+    base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    columns = [module.lora_embedding_A] if hasattr(module, "lora_embedding_A") else []
+    return base, {id(base): 0} | {id(part): 1 for part in columns}
 
 
 class Targets(NamedTuple):

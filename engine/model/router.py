@@ -29,8 +29,6 @@ FUNCTION = "load_balancing_loss_func"
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How a model routes."""
-
     module: type[nn.Module]
     index: int
     """Which of that module's outputs are its logits, [rows, experts]."""
@@ -110,7 +108,6 @@ class RouterBalance:
                 part.register_forward_hook(self._hook)
 
     def begin(self) -> None:
-        """A step begins."""
         self.counts.zero_()
 
     def watch(self, num_rows: int, *, counting: bool) -> None:

@@ -298,10 +298,7 @@ class Skeleton:
         cut down -> the axis of the ids; and the padding id, which is to get no gradient (None: there is none; inside
         the block the table knows none).
         """
-        outer: Any = self.model.get_input_embeddings()
-        module: Any = adapters.base_module(outer)
-        # Of an adapter's table the ids are the columns.
-        axes = {id(module): 0} | {id(part): 1 for part in adapters.id_columns(outer)}
+        module, axes = adapters.id_axes(self.model.get_input_embeddings())
         sites = ((name, id(part)) for name, places in self._sites.items() for part, _ in places)
         tables = {name: axes[part] for name, part in sites if part in axes and name in tensors}
         padding = getattr(module, "padding_idx", None)

@@ -108,7 +108,6 @@ class ModelSpec:
 
     @property
     def num_trained(self) -> int:
-        """Parameters that are not frozen."""
         return sum(param.numel for name, params in self.buffers.items() if name not in self.frozen for param in params)
 
     @property
@@ -118,7 +117,6 @@ class ModelSpec:
 
     @property
     def layers(self) -> tuple[BlockSpec, ...]:
-        """The blocks of the decoder layers, in order."""
         return tuple(block for block in self.blocks if block.layer is not None)
 
     @property

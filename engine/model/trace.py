@@ -27,18 +27,16 @@ _TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class Trial:
+    """What was seen; `returns`, `unread`, `summed` and `counts_positions` are those of ModelSpec."""
+
     embed_parameters: frozenset[str]
     """Parameters outside the layers that the first layer's input depends on."""
     head_parameters: frozenset[str]
     """Parameters outside the layers that the logits depend on, given the last layer's output."""
     returns: tuple[int, ...]
-    """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
     attends: tuple[bool, ...]
-    """Per layer: whether it calls attention."""
     unread: tuple[str | None, ...]
-    """Per layer: its linear module whose output no gradient depends on (engine/model/sums.py)."""
     summed: tuple[tuple[str, ...], ...]
-    """Per layer: its linear modules whose weights' gradients are products (engine/model/sums.py)."""
     sharing: tuple[tuple[tuple[str, ...], ...], ...]
     """Per layer: those of them that read one tensor, in the order in which they are called (engine/model/joined.py)."""
     recurrent: bool

@@ -69,19 +69,17 @@ class StepData(Batch):
 
 @dataclass(slots=True)
 class SampleChunk:
-    """Rows laid end to end; int64 tensors, on the compute device."""
+    """Rows laid end to end; int64 tensors on the compute device: `ids` and `positions` [n], `last`, `sequences` [w]."""
 
     chunk: Chunk
     """From 0 to n, in the place of one of the plan's chunks."""
     rows: list[Row]
     ids: Tensor
-    """[n]"""
     positions: Tensor
-    """[n]"""
     last: Tensor
-    """[w]: places of the tokens behind which logits are wanted."""
+    """Places of the tokens behind which logits are wanted."""
     sequences: Tensor
-    """[w]: whose they are."""
+    """Whose they are."""
 
 
 @dataclass(slots=True)
@@ -153,7 +151,6 @@ class BatchCarrier:
         return SampleData({one.chunk.index: one for one in result}, read, longest)
 
     def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
-        """The fields of a Batch."""
         cut = filled_chunks(self._chunks, [m.filled for m in micro_batches], self._multiple)
         tokens = self._carry(micro_batches, cut)
         return {

@@ -19,8 +19,6 @@ from penstock.engine.optim.groups import lr_factors, with_factors
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What computes: the model's blocks, and the optimizer."""
-
     runner: ModelRunner
     optimizer: Optimizer
 

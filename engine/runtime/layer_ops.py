@@ -24,12 +24,9 @@ from penstock.engine.schedule.ops import Op
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A graph that waits for backward."""
-
     graph: LayerGraph | None
     """None: it was larger than its slot, and backward recomputes it."""
     attends: SavedAttention | None
-    """The attention in it."""
     nbytes: int
     """Bytes on the compute device that it holds itself."""
 
