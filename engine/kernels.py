@@ -60,7 +60,8 @@ def _attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
     chunk, total = plan.max_chunk_tokens, plan.max_chunk_tokens if plan.streamed else plan.window_tokens
     if (samples := plan.problem.samples) is not None:  # a prompt goes on in the next chunk, however batches are cut
         total = max(total, 2 * chunk, *samples.lengths)
-    result = {
+    shapes = (shape for shape in spec.attention if shape is not None)
+    result = (
         Attends(
             heads=shape.heads,
             kv_heads=shape.kv_heads,
@@ -71,11 +72,10 @@ def _attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
             window=shape.window,
             softcap=shape.softcap,
             pieces=plan.streamed,
-        ): None
-        for shape in spec.attention
-        if shape is not None
-    }
-    return list(result)
+        )
+        for shape in shapes
+    )
+    return list(dict.fromkeys(result))
 
 
 def choose_kernels(

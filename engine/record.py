@@ -67,11 +67,7 @@ def recorded_of(store: NvmeStore, task: PlanRequest) -> Recorded | None:
 
 
 def recorded_kernels(
-    store: NvmeStore,
-    device: torch.device,
-    recorded: Recorded | None,
-    compilation: Compilation,
-    observer: Observer,
+    store: NvmeStore, device: torch.device, recorded: Recorded | None, compilation: Compilation, observer: Observer
 ) -> dict[str, Any] | None:
     """What the store's generation records of its kernels, unless they are to be chosen anew; says what has changed."""
     kernels: dict[str, Any] | None = store.meta.get("kernels")

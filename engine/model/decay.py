@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -42,17 +43,14 @@ def undecayed_matrices(model: PreTrainedModel, attend: attention.Handler) -> fro
             if (scaled - output).norm() < _TOLERANCE * (output - nothing).norm():
                 norms.add(owners[module])
 
-    hooks = [module.register_forward_hook(look, with_kwargs=True) for module in owners]
     positions = torch.arange(_TOKENS)[None]
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     kwargs = {"position_ids": positions} if takes_positions else {}
     summands = _Summands(matrices)
-    try:
-        with torch.no_grad(), attention.use(attend), summands:
-            model(input_ids=positions % 7 + 3, use_cache=False, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad(), attention.use(attend), summands:
+        for module in owners:
+            hooks.enter_context(module.register_forward_hook(look, with_kwargs=True))
+        model(input_ids=positions % 7 + 3, use_cache=False, **kwargs)
     return frozenset(summands.found | {name for name in matrices if name.rpartition(".")[0] + "." in norms})
 
 

@@ -100,12 +100,13 @@ def prepare(
     _into_float32.clear()
     lost = []
     for shape in dict.fromkeys(shapes):
-        label, trial = _label(shape, dtype), _Trial.of(shape, rows, device, dtype)
-        right, known = trial.is_right(), None if recorded is None else recorded.get(label)
+        label = _label(shape, dtype)
+        known = None if recorded is None else recorded.get(label)
+        timed = known is None and not torch.are_deterministic_algorithms_enabled()
+        right, fast = _tried(shape, rows, device, dtype, timed=timed)
         if known and not right:
             lost.append(f"a product into float32 ({label}): computes something else, or fails")
-        timed = known is None and not torch.are_deterministic_algorithms_enabled()
-        _into_float32[label] = right and (trial.is_fast() if timed else known is not False)
+        _into_float32[label] = right and fast and known is not False
     return lost
 
 
@@ -114,38 +115,31 @@ def choices() -> dict[str, bool]:
     return dict(_into_float32)
 
 
-class _Trial(NamedTuple):
-    """Some rows of a float32 sum, and what is multiplied for them: no more than the gradient that is planned for."""
+def _tried(
+    shape: tuple[int, int], rows: int, device: torch.device, dtype: torch.dtype, *, timed: bool
+) -> tuple[bool, bool]:
+    """Whether one kernel is right, and, where that is `timed`, not slower than two; by some rows of a float32 sum, for
+    which no more memory is taken than the gradient that is planned for."""
+    out = min(shape[0], max(_LEAST_ROWS, shape[0] // _TRIED_SHARE))
+    dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (out, shape[1]))
+    total = torch.ones(out, shape[1], device=device)
 
-    total: Tensor
-    dy: Tensor
-    x: Tensor
+    def in_one() -> None:
+        _add_into(total, dy, x, beta=1)
 
-    @staticmethod
-    def of(shape: tuple[int, int], rows: int, device: torch.device, dtype: torch.dtype) -> _Trial:
-        out = min(shape[0], max(_LEAST_ROWS, shape[0] // _TRIED_SHARE))
-        dy, x = (torch.randn(rows, width, dtype=dtype, device=device) for width in (out, shape[1]))
-        return _Trial(torch.ones(out, shape[1], device=device), dy, x)
+    def in_two() -> None:
+        total.add_(dy.t() @ x)
 
-    def _in_one(self) -> None:
-        _add_into(self.total, self.dy, self.x, beta=1)
-
-    def _in_two(self) -> None:
-        self.total.add_(self.dy.t() @ self.x)
-
-    def is_right(self) -> bool:
-        before = self.total.clone()
-        try:
-            self._in_one()
-        except (RuntimeError, NotImplementedError, AttributeError):
-            return False
-        expected = before.add_(self.dy.t() @ self.x)
-        largest = torch.linalg.vector_norm(expected, torch.inf)
-        return bool(torch.linalg.vector_norm(expected.sub_(self.total), torch.inf) <= _CLOSE * largest)
-
-    def is_fast(self) -> bool:
-        device = self.total.device
-        return clock(self._in_one, device, _TIMED_S) <= clock(self._in_two, device, _TIMED_S)
+    expected = total.clone()
+    try:
+        in_one()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False, False
+    expected.add_(dy.t() @ x)
+    largest = torch.linalg.vector_norm(expected, torch.inf)
+    right = bool(torch.linalg.vector_norm(expected.sub_(total), torch.inf) <= _CLOSE * largest)
+    timed = timed and right
+    return right, not timed or clock(in_one, device, _TIMED_S) <= clock(in_two, device, _TIMED_S)
 
 
 def _add_into(total: Tensor, dy: Tensor, x: Tensor, *, beta: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,16 +134,13 @@ def _run_recorded(kind: str, model: PreTrainedModel, layers: nn.ModuleList) -> t
         cut = seen[-1].output_hidden.detach().requires_grad_()
         return (cut, *output[1:]) if isinstance(output, tuple) else cut
 
-    hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
     positions = torch.arange(_TOKENS)[None]
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     kwargs = {"position_ids": positions} if takes_positions else {}
-    try:
-        with attention.use(attend), torch.enable_grad():
-            logits = model(input_ids=positions % 7 + 3, use_cache=False, **kwargs).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, attention.use(attend), torch.enable_grad():
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(record, with_kwargs=True))
+        logits = model(input_ids=positions % 7 + 3, use_cache=False, **kwargs).logits
     if len(seen) != len(layers):
         raise UserError(f"{kind}: only {len(seen)} of its {len(layers)} layers run in a forward pass")
     return seen, logits

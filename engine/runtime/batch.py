@@ -45,12 +45,10 @@ class EvaluationData(Batch):
     @property
     def total_loss(self) -> float:
         """Sum of the negative log-likelihood of the targets by their weights, nats."""
-        wanted = [targets(m.labels, m.weights) for m in self.micro_batches]
         if all(m.weights is None for m in self.micro_batches):
             return -float(self.scores.sum())
-        pairs = zip(self.micro_batches, wanted, strict=True)
-        weights = [result.double() if m.weights is None else m.weights for m, result in pairs]
-        return -float(torch.cat([w[result].double() for w, result in zip(weights, wanted, strict=True)]) @ self.scores)
+        pairs = ((m, torch.ones_like(m.labels) if m.weights is None else m.weights) for m in self.micro_batches)
+        return -float(torch.cat([w[targets(m.labels, m.weights)].double() for m, w in pairs]) @ self.scores)
 
 
 @dataclass(slots=True)

@@ -27,14 +27,18 @@ from penstock.storage.tier.arena import pinned_empty
 
 
 class BlockOps:
-    """`store`: the NVMe tier; who carries out compute ops only needs none, nor an optimizer who trains nothing."""
+    """`store`: the NVMe tier; who carries out compute ops only needs none."""
 
     def __init__(
-        self, views: Views, optimizer: Optimizer | None, store: object, train: TrainConfig, logits_bytes: int
+        self, views: Views, optimizer: Optimizer, store: object, train: TrainConfig, logits_bytes: int
     ) -> None:
         self._views, self._train, self._nvme = views, train, cast(NvmeStore, store)
-        self._optimizer = cast(Optimizer, optimizer)
-        self._runner, self._device, self._logits_bytes = views.runner, views.device, logits_bytes
+        self._optimizer, self._runner, self._device, self._logits_bytes = (
+            optimizer,
+            views.runner,
+            views.device,
+            logits_bytes,
+        )
         plan = views.plan
         self._number = {name: i for i, name in enumerate(plan.buffers)}
         # What "clip" reads of a step, in one tensor so that it is one copy.

@@ -65,10 +65,6 @@ class _Unit:
     between: tuple[_Unit, ...] = ()
     """What runs between its forward and its backward: a graph that waits is not in a cache any more."""
 
-    @property
-    def saves_graph(self) -> bool:
-        return any(a.SAVED_GRAPH in op.flags for op in self.ops)
-
 
 def calibrate(
     plan: Plan,
@@ -198,7 +194,8 @@ def _chosen(units: Sequence[_Unit]) -> list[_Unit]:
     chosen = []
     for result in alike.values():
         for unit in sorted({min(result, key=pairs), max(result, key=pairs)}, key=pairs):
-            others = [other for other in result if other is not unit] if unit.saves_graph else []
+            saves_graph = any(a.SAVED_GRAPH in op.flags for op in unit.ops)
+            others = [other for other in result if other is not unit] if saves_graph else []
             chosen.append(replace(unit, between=tuple(others[:MOST_WAITING])))
     return chosen
 

@@ -57,16 +57,13 @@ class MemoryGuard:
         finally:
             self._lock.release()
         reserve = hard_reserve(memory.total_bytes)
-        if memory.free_bytes < reserve:
-            raise UserError(self._message(op, memory, reserve))
-
-    def _message(self, op: Op, memory: FreeMemory, reserve: int) -> str:
+        if memory.free_bytes >= reserve:
+            return
         own = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-        return (
+        raise UserError(
             f"budgets.ram: memory is almost exhausted before op {describe(op, self._plan)}: {memory.free_bytes:,} "
-            "bytes "
-            f"are free of {memory.total_bytes:,} ({memory.where}), and a run stops below {reserve:,}, before it is "
-            f"killed. The plan takes {self._planned_bytes:,} bytes of RAM at most; this process holds {own:,}, "
+            f"bytes are free of {memory.total_bytes:,} ({memory.where}), and a run stops below {reserve:,}, before it "
+            f"is killed. The plan takes {self._planned_bytes:,} bytes of RAM at most; this process holds {own:,}, "
             "libraries included. Lower budgets.ram, or end what else uses memory, and resume: the last committed "
             "generation is untouched"
         )

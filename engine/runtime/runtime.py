@@ -35,7 +35,7 @@ class Runtime:
         self,
         plan: Plan,
         runner: ModelRunner,
-        optimizer: Optimizer | None,
+        optimizer: Optimizer,
         store: NvmeStore | Weights | None,
         gpu: GpuMemory,
         ram: RamMemory,
@@ -43,8 +43,7 @@ class Runtime:
         logits_bytes: int,
         commit: Callable[[int], None],
     ) -> None:
-        """`store`: the NVMe tier, of which compute ops need none; `commit` is called with a step's number. A model that
-        is only queried has no optimizer, and a source of its weights."""
+        """`store`: the NVMe tier, of which compute ops need none; `commit` is called with a step's number."""
         self.plan, self.runner, self.optimizer = plan, runner, optimizer
         self._views = Views(plan, runner, gpu, ram)
         self._samples_passes = 0

@@ -24,10 +24,14 @@ class StateOps:
     """`store`: the NVMe tier, or where weights that are never trained are read from; who carries out compute ops only
     needs none. `commit` is called with a step's number."""
 
-    def __init__(self, views: Views, optimizer: Optimizer | None, store: object, commit: Callable[[int], None]) -> None:
+    def __init__(self, views: Views, optimizer: Optimizer, store: object, commit: Callable[[int], None]) -> None:
         self._views, self._nvme, self._commit = views, cast(NvmeStore, store), commit
-        self._optimizer = cast(Optimizer, optimizer)
-        self._gpu, self._ram, self._kinds = views.gpu, views.ram, views.plan.problem.state_kinds
+        self._optimizer, self._gpu, self._ram, self._kinds = (
+            optimizer,
+            views.gpu,
+            views.ram,
+            views.plan.problem.state_kinds,
+        )
 
     def _buffer(self, op: Op) -> BufferPlan:
         return self._views.plan.buffers[op.block]
