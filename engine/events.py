@@ -17,8 +17,7 @@ WARMUP_STEPS = 2
 
 
 def op_text(op: str, block: str, chunk: int) -> str:
-    """The one way in which an op is named: `layer_forward layers.3[2]`; `chunk` or part -1: it concerns the whole
-    block."""
+    """The one way in which an op is named: `layer_forward layers.3[2]`; `chunk` -1: it concerns the whole block."""
     return f"{op} {location_text(block, chunk)}"
 
 
@@ -239,8 +238,7 @@ def step_name(name: str, step: int) -> str:
 
 
 class Observer(Protocol):
-    """Receives the events of a run, on the training thread but for `on_progress` and an item's progress; must never
-    block."""
+    """Receives the events of a run, on the training thread but for `on_progress` and items' progress. Never blocks."""
 
     def on_prepare(self, item: Preparing) -> None:
         """An item before the first step has begun, got on, or is done; never two at once."""

@@ -130,8 +130,7 @@ class Faster(NamedTuple):
     extra: str
     """Of this package."""
     now: Shares | None
-    """Shares of the peak that the fastest of the chosen kernels reach, by head size; None where of one nothing is
-    published."""
+    """Shares of the peak that the fastest of the chosen kernels reach, by head size; None where one is unpublished."""
     then: Shares
     """With the one that is missing."""
 

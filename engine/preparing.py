@@ -18,8 +18,7 @@ _under_way: Checklist | None = None
 
 
 def report(fraction: float | None = None, detail: str | None = None) -> None:
-    """`Checklist.progress` of the item that is being done in this process, if any, for whoever works on it deep
-    below."""
+    """`Checklist.progress` of the item that is being done in this process, if any, for who works on it deep below."""
     if (checklist := _under_way) is not None:
         checklist.progress(fraction, detail)
 

@@ -101,8 +101,7 @@ class Live:
 
 
 def memory_peaks(session: Session) -> dict[str, int]:
-    """Most bytes of gpu and ram held so far: of the gpu what the allocator held, on CPU what was carved and saved
-    graphs."""
+    """Most bytes of gpu and ram held so far; of the gpu what the allocator held, on CPU slots and saved graphs."""
     gpu = session.gpu.arena.used_bytes + session.runtime.layer_ops.graphs_peak_bytes
     if session.device.type == "cuda":
         gpu = torch.cuda.max_memory_allocated(session.device)

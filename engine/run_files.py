@@ -74,8 +74,7 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _small(source: Path) -> Iterator[tuple[str, Path]]:
-    """The small files of a model's or tokenizer's folder, by the names that these go by; of links those that a run
-    follows."""
+    """The small files of a model's or tokenizer's folder, by their usual names; of links those that a run follows."""
     more = more_templates(source) if source.is_dir() else []
     for path in [source] if source.is_file() else [*sorted(source.iterdir()), *more]:
         fits = path in more or _SMALL.fullmatch(path.name)

@@ -49,7 +49,7 @@ class TrainResult:
     drives: list[dict[str, Any]] = field(default_factory=list)
     """Per drive: path, bytes_read, bytes_written, bytes_written_per_step, percentage_used (None where unknown)."""
     gpu_memory: dict[str, int] | None = None
-    """Peaks of the GPU's allocator: allocated_bytes, reserved_bytes, fragmentation_bytes between them; None without a
+    """The GPU allocator's peaks: allocated_bytes, reserved_bytes, fragmentation_bytes between them; None without
     GPU."""
     attention: dict[str, Any] = field(default_factory=dict)
     """installed: kernels for CUDA -> null, or why they are not there for this GPU, null without a GPU; chosen: forward,

@@ -59,9 +59,8 @@ class AdapterLayers:
                 )
 
     def merged(self, values: Tensors, dtypes: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
-        """The base's parameters of a block, float32 by their plain names, with the adapter in them; `values`: both,
-        float32. `dtypes`: by a parameter's plain name, what peft's own layers merge in. Raises UserError where that
-        does not hold a sum."""
+        """The base's parameters of a block, float32 by plain names, with the adapter in them; `values`: both, float32.
+        `dtypes`: what peft's layers merge each in. Raises UserError where that does not hold a sum."""
         result = {plain_name(name): tensor for name, tensor in values.items() if not is_adapter(name)}
         of_module: dict[str, dict[str, Tensor]] = {}
         for name, tensor in values.items():
@@ -114,9 +113,8 @@ def with_adapter(
     dtype: torch.dtype,
     start: Tensors | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The buffers of `base`, each followed by the buffers of the adapter that are known by then; all float32. Values
-    are those of `start`, or drawn by `seed`: dora's magnitudes are the lengths of the rows of the base, which is kept
-    in `dtype`."""
+    """The buffers of `base`, each followed by those of the adapter that are known by then; all float32. Values are of
+    `start`, or drawn by `seed`, dora's magnitudes as lengths of the rows of the base as `dtype` holds it."""
     adapter = spec.adapter
     assert adapter is not None
     waiting = {buffer: params for buffer, params in spec.buffers.items() if all(is_adapter(p.name) for p in params)}

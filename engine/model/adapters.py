@@ -78,7 +78,11 @@ def find_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig) ->
     unmatched = []
     for target in adapter.targets:
         if target == ALL_LINEAR:
-            result = {name for name, module in modules.items() if name.startswith(f"{layers}.") and _is_matrix(module)}
+            linears = {
+                n: m for n, m in modules.items() if n.startswith(f"{layers}.") and not isinstance(m, nn.Embedding)
+            }
+            # Not a single row or column, such as a gate's, of which any sum has rank one.
+            result = {name for name, module in linears.items() if min(module.get_parameter("weight").shape) > 1}
         else:
             result = {name for name in modules if _fits(name, target)}
         among = {p for p, owner in held.items() if _fits(p, target) or _fits(owner, target)} if not result else set()
@@ -95,11 +99,6 @@ def find_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig) ->
 
 
 _MODULES = (nn.Linear, Conv1D, nn.Embedding)
-
-
-def _is_matrix(module: nn.Module) -> bool:
-    """Whether all-linear means it: not a single row or column, such as a gate's, of which any sum has rank one."""
-    return not isinstance(module, nn.Embedding) and min(module.get_parameter("weight").shape) > 1
 
 
 def _fits(name: str, target: str) -> bool:

@@ -24,9 +24,8 @@ _TOLERANCE = 1e-2
 
 
 def undecayed_matrices(model: PreTrainedModel, attend: attention.Handler) -> frozenset[str]:
-    """Of the parameters of two or more dimensions of a (small) model on the CPU the names of biases, which are added to
-    something of the tokens, and of norms', modules whose output does not change with the scale of their input. `attend`
-    stands in for attention."""
+    """Of the matrices of a (small) model on the CPU the names of biases, which are added to something of the tokens,
+    and of norms', whose output does not change with the scale of their input. `attend` stands in for attention."""
     matrices: dict[str, Tensor] = {
         name: parameter for name, parameter in model.named_parameters() if parameter.ndim > 1
     }

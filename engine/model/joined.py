@@ -71,22 +71,20 @@ class JoinedTwin:
         self._bound: list[tuple[nn.Linear, Tensor, Sequence[str]]] = []
         """Each product's module, its weight while there is none, and the modules whose weights are its rows."""
         for names in groups:
-            linears = [self.module.get_submodule(name) for name in names]
-            assert all(isinstance(linear, nn.Linear) for linear in linears)
-            self._join(names, linears)  # type: ignore[arg-type]
-
-    def _join(self, names: Sequence[str], linears: Sequence[nn.Linear]) -> None:
-        like, sizes = linears[0].weight, [linear.out_features for linear in linears]
-        has_bias = linears[0].bias is not None
-        whole = nn.Linear(linears[0].in_features, sum(sizes), bias=has_bias, device="meta")
-        for key, parameter in list(whole.named_parameters()):
-            setattr(whole, key, skeleton.placeholder(parameter, like.device, like.dtype, trained=like.requires_grad))
-        self._bound.append((whole, whole.weight.data, names))
-        rest = _Rest()
-        self.module.set_submodule(names[0], _Part(linears[0], rest, whole, sizes))
-        for name, linear in zip(names[1:], linears[1:], strict=True):
-            self.module.set_submodule(name, _Part(linear, rest))
-        self.members[f"{names[0]}.whole"] = names
+            modules = map(self.module.get_submodule, names)
+            linears = [module for module in modules if isinstance(module, nn.Linear)]
+            like, sizes = linears[0].weight, [linear.out_features for linear in linears]
+            has_bias = linears[0].bias is not None
+            whole = nn.Linear(linears[0].in_features, sum(sizes), bias=has_bias, device="meta")
+            for key, parameter in list(whole.named_parameters()):
+                empty = skeleton.placeholder(parameter, like.device, like.dtype, trained=like.requires_grad)
+                setattr(whole, key, empty)
+            self._bound.append((whole, whole.weight.data, names))
+            rest = _Rest()
+            for name, linear in zip(names, linears, strict=True):
+                first = name == names[0]
+                self.module.set_submodule(name, _Part(linear, rest, whole if first else None, sizes))
+            self.members[f"{names[0]}.whole"] = names
 
     def bind(self, find: Callable[[str], Tensor]) -> None:
         """Point the products at the weights of their members; `find` gives a parameter of the layer by its name."""

@@ -148,8 +148,7 @@ class LayerRunner:
         compile: Compiled,
         balance: RouterBalance | None = None,
     ) -> None:
-        """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it.
-        `balance`: looks at their routers."""
+        """`layers`: those of a model on the meta device with its buffers on `device`, `prefix` their name in it."""
         self._spec, self._layers, self._device, self._dtype = spec, layers, device, dtype
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
         self._outbox = Outbox()
@@ -304,9 +303,8 @@ class LayerRunner:
     def graph(
         self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor, *, save_graph: bool
     ) -> LayerGraph:
-        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output is `out`. `save_graph`: it
-        outlasts the slots of weights, x and `out`; else it is for backward at once, and leaves out what nobody
-        reads."""
+        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output is `out`; with `save_graph`
+        one that outlasts the slots of weights, x and `out`, else for backward at once, without what nobody reads."""
         seen: list[Projection] = []
         out = (out.clone() if save_graph else out.detach()).requires_grad_()
 
@@ -330,9 +328,8 @@ class LayerRunner:
     def save_graph(
         self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None
     ) -> tuple[LayerGraph, Tensor]:
-        """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it.
-        Returns the graph, which holds what backward wants of x and of `handler`'s output as it is, and the output [n,
-        hidden]."""
+        """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it: the
+        graph, which holds what backward wants of x and of `handler`'s output as it is, and the output [n, hidden]."""
         template, hooks = self._template(index), SavedTensors(weights)
         products, names, parameters = self._summed(index, template.saving, x)
         with torch.enable_grad():
@@ -413,15 +410,15 @@ class LayerRunner:
         if handler is None:
             output = run(x, *call.args, **call.kwargs)
         else:
-            with attention.use(self._with_window(index, handler)):
+            shape, attend = self._spec.attention[index], handler
+            assert shape is not None, "attention of a layer without it"
+            window = shape.window  # which a layer that leaves it to the mask does not pass on
+
+            def in_window(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+                return attend(q, k, v, call if call.window else replace(call, window=window))
+
+            with attention.use(in_window):
                 output = run(x, *call.args, **call.kwargs)
         self.sent = self._outbox.take()
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y.squeeze(0)  # an index would copy the gradient on the way back
-
-    def _with_window(self, index: int, handler: Handler) -> Handler:
-        """`handler` told of the layer's window, which a layer that leaves it to the mask does not pass on."""
-        shape = self._spec.attention[index]
-        assert shape is not None, "attention of a layer without it"
-        window = shape.window
-        return lambda q, k, v, call: handler(q, k, v, call if call.window else replace(call, window=window))

@@ -58,8 +58,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
 
 def shrink(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> tuple[PretrainedConfig, list[int]]:
     """A config of the same model type with few, small layers that cover every distinct layer of `config` with its
-    `adapter`; and for every layer of `config` the small one of the same structure. UserError where layers cannot be
-    found."""
+    `adapter`; for every layer of `config` the small one that is alike. UserError where layers cannot be found."""
     small, stand_ins = fewer_layers(config, adapter)
     for part in _parts(small):
         _shrink_fields(part)

@@ -111,8 +111,7 @@ def _untrained_to_buffers(model: nn.Module) -> None:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The model's decoder layers and their name. Raises UserError unless there is one list of num_hidden_layers
-    modules."""
+    """The model's decoder layers and their name. UserError unless there is one list of num_hidden_layers modules."""
     count = num_layers(model.config)
     result = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     outermost = [(n, m) for n, m in result if not any(n.startswith(f"{other}.") for other, _ in result)]

@@ -121,8 +121,7 @@ class ModelSpec:
 
     @property
     def lowest_trained(self) -> int:
-        """Index of the lowest block that computes with anything trained: backward ends with it; their number if none
-        does."""
+        """Index of the lowest block that computes with anything trained, where backward ends; their number if none."""
         trained = (i for i, block in enumerate(self.blocks) if not self.frozen.issuperset(block.buffers))
         return next(trained, len(self.blocks))
 

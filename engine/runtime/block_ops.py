@@ -105,13 +105,9 @@ class BlockOps:
     def _spill(self, op: Op) -> Future[Any]:
         return self._nvme.spill(_file(op), self._views.offloaded(op))
 
-    @handles(*a.UNSPILL.values())
+    @handles(*a.UNSPILL.values(), *a.PEEK.values())
     def _unspill(self, op: Op) -> Future[Any]:
-        return self._nvme.unspill(_file(op), self._views.offloaded(op))
-
-    @handles(*a.PEEK.values())
-    def _peek(self, op: Op) -> Future[Any]:
-        return self._nvme.unspill(_file(op), self._views.offloaded(op), keep=True)
+        return self._nvme.unspill(_file(op), self._views.offloaded(op), keep=op.action in a.PEEK.values())
 
     @handles(*a.DISCARD.values())
     def _discard(self, op: Op) -> Future[Any]:
@@ -126,8 +122,7 @@ class BlockOps:
 
     @handles(a.CLIP)
     def _clip(self, op: Op) -> None:
-        """Loss, global norm and clipping factor of the step, checked before any state changes; one read of the
-        device."""
+        """Loss, global norm and clipping factor of the step, checked before any state changes."""
         data = self._views.steps[op.step]
         self._to_host(self._report, self._report_on_host)
         losses, squares, marks = (part.double() for part in self._split_report(self._report_on_host))

@@ -10,6 +10,7 @@ import gc
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -112,10 +113,9 @@ def _compute_ops(
     device = runner.device
     gpu = allocate_gpu(plan, device, runner.dtype)
     _fill(gpu, runner.dtype)
-    arena = HostArena(ALIGNMENT, budget_bytes=ALIGNMENT)
     samples: dict[str, list[Sample]] = {}
     graphs: dict[str, int] = {}
-    try:
+    with closing(HostArena(ALIGNMENT, budget_bytes=ALIGNMENT)) as arena:
         work = plan, runner, compute.optimizer, None, gpu, RamMemory(arena)
         runtime = Runtime(*work, train, LOGITS_BYTES[device.type], lambda step: None)
         whole = [replace(m, filled=None) for m in batch]  # chunks of full length are measured, padding or not
@@ -133,8 +133,6 @@ def _compute_ops(
                 samples.setdefault(op_kind(op, same), []).append(Sample(tokens, costs.pairs(op), seconds))
             if last_graph_bytes:
                 graphs[same] = -(-last_graph_bytes // tokens)
-    finally:
-        arena.close()
     runner.layers.unbind()
     return samples, graphs
 
@@ -253,8 +251,7 @@ def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterato
 
 def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]:
     """Bytes per second of a copy to the compute device and of one from it, each on its lane."""
-    arena = HostArena(COPY_BYTES, budget_bytes=COPY_BYTES)
-    try:
+    with closing(HostArena(COPY_BYTES, budget_bytes=COPY_BYTES)) as arena:
         host, there = arena.slot("host", COPY_BYTES).fill_(1), torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             arena.pin()
@@ -264,8 +261,6 @@ def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]
             return COPY_BYTES / min(times[1:])
 
         return executor.call("h2d", lambda: rate(there, host)), executor.call("d2h", lambda: rate(host, there))
-    finally:
-        arena.close()
 
 
 def _update_rate(plan: Plan, compute: Compute, train: TrainConfig) -> float:

@@ -74,8 +74,7 @@ class _Ticket:
 
 
 class Executor:
-    """Lanes that carry out ops handed over with `submit`, under the settings of torch that the maker of the executor
-    sees."""
+    """Lanes that carry out ops handed over with `submit`, under the settings of torch that their maker sees."""
 
     def __init__(
         self,
@@ -185,8 +184,7 @@ class Executor:
         return done.result()
 
     def submit(self, ops: Iterable[Op]) -> None:
-        """Queue ops; ids must increase from call to call. Waits while MAX_QUEUED are queued. Raises the failure of a
-        lane."""
+        """Queue ops, whose ids increase from call to call; waits while MAX_QUEUED are. Raises the failure of a lane."""
         with self._lock:
             while self._failure is None and len(self._tickets) >= MAX_QUEUED:
                 self._main.wait(0.01)

@@ -34,11 +34,11 @@ class DeviceArena:
 
     def slot(self, nbytes: int) -> Tensor:
         """uint8 [nbytes], its address a multiple of 4 KiB; counts as whole pages."""
-        self.used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.used_bytes += size
         assert self.used_bytes <= self._capacity_bytes, f"device arena: {nbytes} bytes exceed the plan"
         if self.device.type == "cpu":
             return empty_aligned(nbytes, torch.uint8)  # direct reads end here
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         whole = torch.empty(size, dtype=torch.uint8, device=self.device)
         if whole.data_ptr() % ALIGNMENT:
             # The allocator aligns to 512 bytes; GPUDirect bounces what does not start at a page.

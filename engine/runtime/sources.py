@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -82,11 +82,11 @@ class FolderSource:
                     f"{self._reader.file(name)}: tensor '{name}' is {dtype}; convert it to one of "
                     f"{', '.join(FLOAT_DTYPES)}"
                 )
-        sizes = dict.fromkeys(stored.values(), 0)
+        sizes = Counter[str]()
         for name, dtype in stored.items():
             sizes[dtype] += self._bytes(name)
         require_same_twice(self._reader, self._layout.plan, self._layout.canonical)
-        self.usual_dtype = FLOAT_DTYPES[max(sizes, key=sizes.__getitem__)]
+        self.usual_dtype = FLOAT_DTYPES[sizes.most_common(1)[0][0]]
         self.constants = self._layout.read_constants()
         self.tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         self._threads = ThreadPoolExecutor(_THREADS, "tensors")
