@@ -116,7 +116,7 @@ def open_session(
     measures_drives = train.calibrate and is_assumed(machine)
     if is_assumed(machine) and not measures_drives:
         observer.on_message(
-            f"{_NO_PROFILE}: drives and links are planned at assumed rates (penstock probe)", detail=True
+            "no profile of this machine: drives and links are planned at assumed rates (penstock probe)", detail=True
         )
     batch = typical_batch(loader)
     documents, filled = [m.documents for m in batch], [m.filled for m in batch]

@@ -155,7 +155,7 @@ class BlockOps:
     def _split_report(self, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses [chunks], squared norms [buffers] and marks [2, blocks, chunks] in a step's report."""
         losses, squares, marks = report.split(self._sizes)
-        return losses, squares, marks.view(2, -1, len(losses))
+        return losses, squares, marks.view(2, -1, self._sizes[0])
 
 
 def _file(op: Op) -> str:
