@@ -16,11 +16,8 @@ _ORIGIN_TRIES = 5
 
 
 def clock(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Seconds of one `work`: median of three rounds that together last `seconds`, or of one run if that is longer.
-
-    What a launch takes on the host counts towards `seconds`, not towards the result: work that is over on the device
-    before the host has launched the next is not launched a million times.
-    """
+    """Seconds of one `work`: median of three rounds that together last `seconds`, or of one run if that is longer. What
+    a launch takes on the host counts towards `seconds` only."""
     once = elapsed_s(work, device, 1)  # warm-up: allocation, compilation, first touch
     begin = time.perf_counter()
     once = elapsed_s(work, device, 1)
@@ -57,10 +54,8 @@ def wait_for_copies(device: torch.device) -> None:
 
 
 def origin(device: torch.device, new_event: Callable[[], torch.cuda.Event]) -> tuple[torch.cuda.Event, float]:
-    """An event that has passed, and perf_counter just before it: no time on the GPU can read later than the host's.
-
-    Between the two readings the host may lose its core for milliseconds; of a few tries the tightest counts.
-    """
+    """An event that has passed, and perf_counter just before it: no time on the GPU can read later than the host's. The
+    host may lose its core between the two readings; of a few tries the tightest counts."""
     tries = []
     for _ in range(_ORIGIN_TRIES):
         event = new_event()

@@ -46,11 +46,9 @@ class Computing:
             if device.type == "cuda":
                 ram.arena.pin()
             load_memory(source, plan, self._gpu, ram, runner.dtype, weights or ())
-            train, flat = TrainConfig(steps=1), layouts(self.spec)
-            optimizer = find_optimizer(train).make("fused")
-            self.runtime = Runtime(
-                plan, flat, runner, optimizer, source, self._gpu, ram, train, logits_bytes, lambda step: None
-            )
+            train = TrainConfig(steps=1)
+            work = plan, runner, find_optimizer(train).make("fused"), source, self._gpu, ram
+            self.runtime = Runtime(*work, train, logits_bytes, lambda step: None)
             self.carrier = BatchCarrier(plan.chunks, device)
             self._begin()
             undo.pop_all()

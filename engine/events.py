@@ -17,10 +17,7 @@ WARMUP_STEPS = 2
 
 
 def op_text(op: str, block: str, chunk: int) -> str:
-    """The one way in which an op is named: `layer_forward layers.3[2]`, its chunk or part in brackets where it has one.
-
-    `chunk` -1: it concerns the whole block.
-    """
+    """The one way in which an op is named: `layer_forward layers.3[2]`; `chunk` -1: it concerns the whole block."""
     return f"{op} {location_text(block, chunk)}"
 
 
@@ -69,8 +66,6 @@ class LaneTotals:
 
 
 class UnderWay(NamedTuple):
-    """An op that is being carried out."""
-
     lane: str
     op: str
     block: str
@@ -92,8 +87,6 @@ class Progress(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class StepMetrics:
-    """One optimizer step."""
-
     step: int
     """1 for the first step of the run."""
     loss: float
@@ -107,7 +100,6 @@ class StepMetrics:
     step_s: float
     """From the step's start to its loss and gradient norm being known; validations and pauses are in no step."""
     tokens_per_s: float
-    """Of this step: `tokens` / `step_s`."""
     warmup: bool = False
     """Whether it is one of the first WARMUP_STEPS of its process."""
     model_flops: int = 0
@@ -136,8 +128,6 @@ class Recall:
 
 @dataclass(kw_only=True, slots=True)
 class ValidationMetrics:
-    """The validation loss after one step."""
-
     step: int
     """It is measured with the weights as they are after this step."""
     loss: float
@@ -145,7 +135,6 @@ class ValidationMetrics:
     tokens: int
     """Those targets."""
     seconds: float
-    """How long it took."""
     time: float
     """Unix seconds at its end."""
     accuracy: float = math.nan
@@ -156,8 +145,6 @@ class ValidationMetrics:
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """What the model wrote behind one prompt."""
-
     prompt: str
     text: str
     """Behind the prompt."""
@@ -169,14 +156,11 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class SampleMetrics:
-    """The samples after one step."""
-
     step: int
     """They are written with the weights as they are after this step."""
     samples: list[Sample]
     """One per prompt, in the recipe's order."""
     seconds: float
-    """How long they took."""
     time: float
     """Unix seconds at their end."""
 
@@ -254,19 +238,14 @@ def step_name(name: str, step: int) -> str:
 
 
 class Observer(Protocol):
-    """Receives the events of a run; must never block for long.
-
-    All calls come from the training thread, but for `on_progress`, and `on_prepare` of an item's progress.
-    """
+    """Receives the events of a run, on the training thread but for `on_progress` and items' progress. Never blocks."""
 
     def on_prepare(self, item: Preparing) -> None:
         """An item before the first step has begun, got on, or is done; never two at once."""
 
     def on_plan(self, plan: dict[str, Any], predicted: list[Span]) -> None:
-        """The forecast (engine/forecast/report.py) as JSON-ready data, with its `calibration`, before the first step.
-
-        `predicted`: the spans of the forecast's step, counted from that step's start.
-        """
+        """The forecast (engine/forecast/report.py) as JSON-ready data, with its `calibration`, before the first step;
+        `predicted`: the spans of its step, from that step's start."""
 
     def on_progress(self, progress: Progress) -> None:
         """What the lanes do: some times a second from a thread of its own, and before `on_step`; never two at once."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,40 +11,32 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from penstock.engine.config import AdapterConfig, DataConfig, Recipe, drive_folders, state_folder
-from penstock.engine.data.corpus.prepare import saved_tokenizer
+from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.data.text.chat import FILE as TEMPLATE_FILE
 from penstock.engine.data.text.chat import ChatTemplate, load_template, trained_ends
-from penstock.engine.data.text.tokenizer import TextTokenizer, read_otherwise, tokenizer_contents
+from penstock.engine.data.text.tokenizer import read_otherwise, tokenizer_contents
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import write_adapter
-from penstock.engine.hf.config import model_config, with_vocabulary
-from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
 from penstock.engine.hf.generation import stop_ids, write_generation_config
 from penstock.engine.hf.named_code import named_code
 from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
-from penstock.engine.model.anatomy import spec_of_recipe, take_apart
+from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks, layouts
 from penstock.engine.run_files import with_saved_inputs
+from penstock.engine.runtime.sources import RunSource
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.safetensors import CheckpointReader
-from penstock.storage.generations.checkpoints import checkpoint_folder, read_checkpoint
-from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.layout import FlatLayout
 
 SHARD_BYTES = 5 * 10**9
 
 
 class Exported(NamedTuple):
-    """What an export came to."""
-
     step: int | None
-    """Whose state it is."""
     num_params: int
     num_trained: int
-    """Of these."""
     model_type: str
     adapter: AdapterConfig | None
     """What was exported is this adapter alone."""
@@ -64,15 +55,14 @@ def export(
     merged: bool = False,
 ) -> Exported:
     """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block; of a
-    run that trains an adapter a folder of that, or the base with it merged in: with `merged`, and where the base is
-    random weights that nobody else has.
+    run that trains an adapter a folder of that, or, with `merged` and where the base is random weights, the base with
+    it.
 
     `dtype` of the trained tensors: a torch dtype's name, or auto: each as in the model that the run began with, an
-    adapter's float32. Nothing is written to the run directory or its drives. A checkpoint may be read while the run is
-    running. Raises UserError when the run has no generation yet, `out_dir` cannot be written, or float16 holds a value
-    not; and for an adapter that cannot be merged.
+    adapter's float32. The run, which may be running, is only read. Raises UserError when it has no generation,
+    `out_dir` cannot be written, a value does not fit float16, or an adapter cannot be merged.
     """
-    with reading_run(run_dir, recipe, checkpoint) as run:
+    with closing(RunState(run_dir, recipe, checkpoint)) as run:
         named, recipe, lacks_model = recipe.model.path, run.recipe, run.lacks_model
         spec, origin, stored = run.spec, run.origin, run.stored
         adapter, constants = spec.adapter, run.constants
@@ -152,26 +142,29 @@ def export(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """A generation of a run, open for reading, and what it is the state of."""
+class RunState(RunSource):
+    """A generation of a run, open for reading, and what it is the state of. It may be read while the run is running."""
 
-    store: NvmeStore
-    recipe: Recipe
-    """With what serves here in the place of what it names."""
-    lacks_model: bool
-    """Whether of the model's folder, which is not here, there are the small files."""
-    spec: ModelSpec
-    constants: dict[str, Tensor]
-    stored: PretrainedConfig
-    """The config of the model folder that the run began with, or of the recipe's shape."""
-    origin: Path | None
-    """That folder."""
-    tokenizer: TextTokenizer | None
-    template: ChatTemplate | None
-    """That of its conversations, or the tokenizer's own."""
-    said: list[str]
-    """What is to be said of it."""
+    def __init__(self, run_dir: Path, recipe: Recipe, checkpoint: str | None = None) -> None:
+        """The last committed generation, or a checkpoint's. Raises UserError when there is none."""
+        self.recipe = with_saved_inputs(recipe, run_dir)
+        """With what serves here in the place of what it names."""
+        self.lacks_model = self.recipe.model.path != recipe.model.path
+        """Whether of the model's folder, which is not here, there are the small files."""
+        super().__init__(run_dir, self.recipe, checkpoint)
+        self.template: ChatTemplate | None = None
+        """That of its conversations, or the tokenizer's own."""
+        self.said: list[str] = []
+        """What is to be said of it."""
+        data = run_dir / "data"
+        try:
+            if self.tokenizer is not None:
+                self.template = load_template(self.recipe.data, self.tokenizer, data)
+        except BaseException as error:
+            if not isinstance(error, UserError) or (data / TEMPLATE_FILE).exists():
+                self.close()
+                raise
+            self.said.append(f"{error}: the export has the chat template of the tokenizer's folder, if that has one")
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """What makes up the tokenizer, with the chat template that was trained, by path."""
@@ -194,49 +187,6 @@ class RunState:
         return ends | stop_ids(self.origin, self.stored, self.tokenizer)
 
 
-@contextmanager
-def reading_run(run_dir: Path, recipe: Recipe, checkpoint: str | None = None) -> Iterator[RunState]:
-    """A run's last committed generation, or a checkpoint's, which may be read while the run is running.
-
-    Raises UserError when there is no such.
-    """
-    named, recipe = recipe.model.path, with_saved_inputs(recipe, run_dir)
-    root = state_folder(run_dir)
-    folder = root
-    if checkpoint is not None:
-        read_checkpoint(root, checkpoint)
-        folder = checkpoint_folder(root, checkpoint)
-    store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
-    try:
-        origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-        tokenizer = saved_tokenizer(recipe, run_dir / "data")
-        vocabulary = tokenizer.vocab_size if tokenizer else None
-        stored = model_config(recipe, vocabulary)
-        config = with_vocabulary(stored, recipe, vocabulary)
-        spec = spec_of_recipe(config, recipe)
-        constants = read_constants_file(root / CONSTANTS_FILE, store.meta.get("constants"), spec.constants)
-        template, said = _template_of(recipe.data, tokenizer, run_dir / "data")
-        lacks_model = recipe.model.path != named
-        yield RunState(store, recipe, lacks_model, spec, constants, stored, origin, tokenizer, template, said)
-    finally:
-        store.close()
-
-
-def _template_of(
-    data: DataConfig, tokenizer: TextTokenizer | None, folder: Path
-) -> tuple[ChatTemplate | None, list[str]]:
-    """The template of a run, and a remark where none was saved with it and the recipe's cannot be read. UserError for a
-    saved one that is damaged."""
-    if tokenizer is None:
-        return None, []
-    try:
-        return load_template(data, tokenizer, folder), []
-    except UserError as error:
-        if (folder / TEMPLATE_FILE).exists():
-            raise
-        return None, [f"{error}: the export has the chat template of the tokenizer's folder, if that has one"]
-
-
 def _unrounded(
     spec: ModelSpec,
     read: weights.ReadBuffer,
@@ -245,10 +195,7 @@ def _unrounded(
     stored: PretrainedConfig | None,
 ) -> weights.ReadBuffer:
     """Reads what is frozen as `origin` has it, where a run stores it in a dtype that does not hold that (`fixed`, by
-    buffer).
-
-    What there does not round to the run's values has changed since, and is the run's.
-    """
+    buffer), unless it has changed there since."""
     layout = weights.CheckpointLayout(spec, CheckpointReader(origin), stored)
     dtypes = layout.dtypes()
 

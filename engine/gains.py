@@ -53,10 +53,8 @@ class Gains:
         return asdict(self)
 
     def take(self, step: int, loss: float, tokens: int) -> bool:
-        """Take the loss measured after `step` on so many targets; whether it is the lowest so far.
-
-        One on another number of targets than before begins anew.
-        """
+        """Take the loss measured after `step` on so many targets; whether it is the lowest so far. Another number of
+        targets than before begins anew."""
         if tokens != self.tokens:
             self.best, self.best_step, self.without, self.tokens = None, None, 0, tokens
         if math.isfinite(loss) and (self.best is None or loss < self.best):

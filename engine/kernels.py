@@ -60,7 +60,8 @@ def _attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
     chunk, total = plan.max_chunk_tokens, plan.max_chunk_tokens if plan.streamed else plan.window_tokens
     if (samples := plan.problem.samples) is not None:  # a prompt goes on in the next chunk, however batches are cut
         total = max(total, 2 * chunk, *samples.lengths)
-    result = {
+    shapes = (shape for shape in spec.attention if shape is not None)
+    result = (
         Attends(
             heads=shape.heads,
             kv_heads=shape.kv_heads,
@@ -71,20 +72,17 @@ def _attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
             window=shape.window,
             softcap=shape.softcap,
             pieces=plan.streamed,
-        ): None
-        for shape in spec.attention
-        if shape is not None
-    }
-    return list(result)
+        )
+        for shape in shapes
+    )
+    return list(dict.fromkeys(result))
 
 
 def choose_kernels(
     what: KernelQuery, device: torch.device, dtype: torch.dtype, recorded: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Choose kernels for all that a run can ask for, while GPU memory is still free; as `recorded`, if given.
-
-    Returns what is wrong with kernels that were recorded. Nothing happens on a CPU, where there is one kernel.
-    """
+    """Choose kernels for all that a run can ask for, while GPU memory is still free; as `recorded`, if given. Returns
+    what is wrong with those. Nothing happens on a CPU, where there is one kernel."""
     if not measured(device):
         return []
     known = recorded or {"rankings": None, "products": None}
@@ -132,8 +130,7 @@ class Faster(NamedTuple):
     extra: str
     """Of this package."""
     now: Shares | None
-    """Shares of the peak that the fastest of the chosen kernels reach, by head size; None where of one nothing is
-    published."""
+    """Shares of the peak that the fastest of the chosen kernels reach, by head size; None where one is unpublished."""
     then: Shares
     """With the one that is missing."""
 
@@ -172,11 +169,8 @@ def describe(there: Mapping[str, str | None]) -> str:
 
 
 def faster_kernel(gpu: str | None, report: Sequence[Mapping[str, Any]]) -> Faster | None:
-    """What is missing on the GPU that the driver calls `gpu`, by attention.select.attention_report.
-
-    None where nothing is known of the card, where the fastest kernel is installed or could not compute what is asked,
-    and where no slower one was chosen.
-    """
+    """What is missing on the GPU that the driver calls `gpu`, by attention.select.attention_report; None where nothing
+    is known of the card, or the missing kernel is installed, could not compute this, or is not faster."""
     known = architecture(gpu)
     if known is None:
         return None
@@ -209,10 +203,8 @@ def expected_gain(
     documents: Sequence[Sequence[int]] | None = None,
     filled: Filled | None = None,
 ) -> float | None:
-    """The part of a step's time that the missing kernel saves: the plan simulated at the published rates of both.
-
-    The machine's other rates are its profile's. None where the present kernel's rates or the card's peak are not known.
-    """
+    """The part of a step's time that the missing kernel saves: the plan simulated at the published rates of both. None
+    where the present kernel's rates or the card's peak are not known."""
     peak = None if machine.gpu is None else peak_of(machine.gpu)
     if faster.now is None or peak is None:
         return None

@@ -54,7 +54,7 @@ from penstock.engine.model.anatomy import Initializer, initial_constants
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.preparing import Checklist
-from penstock.engine.record import Recorded, recorded_kernels, recorded_of, report_changed, require_record
+from penstock.engine.record import recorded_kernels, recorded_of, report_changed, require_record
 from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.run_model import adapter_start, describe_run, remarks_on_model
 from penstock.engine.runtime.compute import Compute
@@ -80,16 +80,16 @@ _LOOKED_AT = 5
 def open_session(
     recipe: Recipe, *, run_dir: Path, observer: Observer, resume: bool, checkpoint: str | None = None
 ) -> Session:
-    """Prepare data, plan and state of a run: everything up to the first step.
-
-    With `checkpoint` a resumed run goes back to that checkpoint's generation.
-    """
+    """Prepare data, plan and state of a run up to the first step; with `checkpoint` a resumed run goes back to that."""
     device = resolve_device(recipe.train)
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
     train, budgets = recipe.train, recipe.budgets
     compilation = find_compilation(train, device, observer.on_message)
     checklist = Checklist(observer)
-    uploads = _begin_uploads(recipe, run_dir, checklist, resume=resume)
+    uploads: Uploads | None = None
+    if recipe.storage.offsite is not None:
+        with checklist.step(f"looking at {one_line(recipe.storage.offsite, 200)}"):
+            uploads = Uploads.begin(recipe, run_dir, recipe.storage.offsite, resume=resume)
     given, recipe = recipe, with_saved_inputs(recipe, run_dir)
     prepared, spec, new_rows = describe_run(recipe, run_dir, checklist)
     start = None if resume else adapter_start(recipe, spec, observer)
@@ -165,8 +165,7 @@ def open_session(
         with checklist.step("self-check"):
             _refuse_unless_exact(spec, train, result.plan, observer)
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
-        recorded: Recorded | None = None
-        kernels: dict[str, Any] | None = None
+        recorded, kernels = None, None
         if going_on:
             with checklist.step("opening the last generation"):
                 store = NvmeStore.open(
@@ -206,8 +205,8 @@ def open_session(
             task = replace(task, graph_bytes=recorded.graph_bytes)
             result = task.search(machine, documents=documents, filled=filled, only=recorded.choice)
             compilation = Compilation(
-                layers=compilation.layers and recorded.compiled is not False,
-                optimizer=compilation.optimizer and recorded.optimizer_mode != "fused",
+                layers=compilation.layers and recorded.compiled,
+                optimizer=compilation.optimizer and recorded.optimizer_mode == "compiled",
             )
         with checklist.step("preparing the layers"):
             constants_crc = store.meta.get("constants")
@@ -232,7 +231,7 @@ def open_session(
                 result = task.search(machine, calibration, documents, filled, known=known, only=only, before=result)
             if (others := kernel_query(spec, result.plan)) != wanted:
                 with checklist.step("choosing kernels", when=measured(device)):
-                    _choose_kernels(others, lanes, device, train, result.plan)
+                    _choose_kernels(others, lanes, device, train, result.plan, None)
         reservation.settle(result.plan)
         _report_plan(observer, task, machine, result, calibration, batch, device)
         session = Session(
@@ -262,20 +261,10 @@ def open_session(
     return session
 
 
-def _begin_uploads(recipe: Recipe, run_dir: Path, checklist: Checklist, *, resume: bool) -> Uploads | None:
-    """The run's uploads, after a look at the place that they go to. UserError where they cannot go there."""
-    if recipe.storage.offsite is None:
-        return None
-    with checklist.step(f"looking at {one_line(recipe.storage.offsite, 200)}"):
-        return Uploads.begin(recipe, run_dir, resume=resume)
-
-
 def _changed(store: NvmeStore, identity: dict[str, Any]) -> str:
     """What is to be said of a generation that was trained with another recipe."""
-    before = store.meta.get("fields")
-    if not isinstance(before, dict):
-        changed = "its model, data or train section is another"
-    else:
+    before, changed = store.meta.get("fields"), "its model, data or train section is another"
+    if isinstance(before, dict):
         changed = changed_fields(before, identity["fields"])
     return f"since generation {store.generation} the recipe has changed: {changed}; going on with the present one"
 
@@ -312,7 +301,7 @@ def _choose_kernels(
     device: torch.device,
     train: TrainConfig,
     plan: Plan,
-    recorded: dict[str, Any] | None = None,
+    recorded: dict[str, Any] | None,
 ) -> list[str]:
     """As engine/kernels.py's, on the lane that computes."""
     try:
@@ -445,14 +434,10 @@ def _fill_new(
     new_rows: weights.NewRows | None,
     start: Start | None,
 ) -> None:
-    """Commit the imported or initialised model as the first generation; closes the store where that fails."""
-    try:
-        constants, buffers = first_values(spec, recipe, new_rows, start)
-        crc = write_constants(store.root / CONSTANTS_FILE, constants)
-        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))
-    except BaseException:
-        store.close()
-        raise
+    """Commit the imported or initialised model as the first generation."""
+    constants, buffers = first_values(spec, recipe, new_rows, start)
+    crc = write_constants(store.root / CONSTANTS_FILE, constants)
+    fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))
 
 
 def first_values(

@@ -14,7 +14,7 @@ from penstock.engine.generate.decode import Row
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL
 from penstock.engine.plan.plan import Plan
-from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, SampleRow, StepData
+from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, StepData
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -130,16 +130,16 @@ class Forward:
         assert len(known) == row.start, "tokens that were never read"
         whole = not self._cached
         if self._on.spec.length_dependent_rotary:
-            table = self._on.runtime.runner.table(row.start + len(row.ids))
+            table = self._on.runtime.runner.table(row.end)
             whole = whole or table != self._tables[row.sequence]
             self._tables[row.sequence] = table
         return Row(row.sequence, 0, [*known, *row.ids]) if whole else row
 
-    def _passes(self, rows: Sequence[Row]) -> Iterator[list[list[SampleRow]]]:
+    def _passes(self, rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
         """The rows in the places of the plan's chunks, as many of them to a pass as a group has; what is longer than a
         chunk is cut."""
         capacity = [chunk.end - chunk.start for chunk in self._on.plan.group_chunks]
-        pieces: list[list[SampleRow]] = []
+        pieces: list[list[Row]] = []
         left = 0
         for row in rows:
             ids, start = list(row.ids), row.start
@@ -154,11 +154,11 @@ class Forward:
                     left = capacity[len(pieces) - 1]
                 now = ids[:left]
                 assert len(now) == len(ids) or not self._on.spec.recurrent, "a sequence is one chunk"
-                pieces[-1].append(SampleRow(row.sequence, start, now, wanted=len(now) == len(ids)))
+                pieces[-1].append(Row(row.sequence, start, now, wanted=len(now) == len(ids)))
                 ids, start, left = ids[len(now) :], start + len(now), left - len(now)
         yield pieces
 
-    def _run(self, pieces: list[list[SampleRow]]) -> Tensor:
+    def _run(self, pieces: list[list[Row]]) -> Tensor:
         """One pass: every block computes all pieces. The logits of all sequences."""
         on, rows = self._on, [row for piece in pieces for row in piece]
         read = {row.sequence: row.start for row in reversed(rows) if row.start}

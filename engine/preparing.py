@@ -18,10 +18,7 @@ _under_way: Checklist | None = None
 
 
 def report(fraction: float | None = None, detail: str | None = None) -> None:
-    """`Checklist.progress` of the item that is being done in this process, for whoever works on it deep below.
-
-    Says nothing where nothing is prepared: what a run prepares is prepared elsewhere too.
-    """
+    """`Checklist.progress` of the item that is being done in this process, if any, for who works on it deep below."""
     if (checklist := _under_way) is not None:
         checklist.progress(fraction, detail)
 
@@ -34,11 +31,8 @@ class Listener(Protocol):
 
 
 class Checklist:
-    """Reports one item after the other to `listener`, if there is one.
-
-    Whoever prepares something may make one: the items of several checklists follow one another, or one that is done
-    within another takes its place meanwhile.
-    """
+    """Reports one item after the other to `listener`, if there is one. Items of several checklists follow one another,
+    or one that is done within another takes its place meanwhile."""
 
     def __init__(self, listener: Listener | None = None) -> None:
         self._listener = listener
@@ -48,10 +42,8 @@ class Checklist:
 
     @contextmanager
     def step(self, item: str, *, when: bool = True) -> Iterator[None]:
-        """While entered, `item` is being done; nothing is reported unless `when`. Items do not nest.
-
-        An error passes through and leaves the item begun: it was not done.
-        """
+        """While entered, `item` is being done; nothing is reported unless `when`. Items do not nest. An error leaves it
+        begun."""
         if not when:
             yield
             return
@@ -75,11 +67,8 @@ class Checklist:
             self._report(Preparing(item, "done", time.perf_counter() - self._began))
 
     def progress(self, fraction: float | None = None, detail: str | None = None) -> None:
-        """How far the present item is: a `fraction` from 0 to 1, and a few words of what it is at.
-
-        Any thread may call this as often as it likes; it is reported every REPORT_S seconds at most. A late call, when
-        no item is being done any more, says nothing.
-        """
+        """How far the present item is: a `fraction` from 0 to 1, and what it is at. Any thread may call this as often
+        as it likes; it is reported every REPORT_S seconds at most, and not once no item is being done."""
         with self._lock:
             now = time.perf_counter()
             if self._item is None or now - self._reported < REPORT_S:

@@ -6,12 +6,11 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 
 from penstock.engine import preparing
-from penstock.engine.events import LaneTotals, Observer, Progress, UnderWay, op_text
+from penstock.engine.events import LaneTotals, Observer, Progress, op_text
 from penstock.engine.schedule.actions import LANES
 from penstock.engine.session import Session
 
@@ -29,10 +28,8 @@ CLOSE_S = 5.0
 
 
 class Live:
-    """While entered, reports to the observer what a session's lanes do, from a thread that training never waits for.
-
-    It owns the executor's spans: each is counted in `lanes` and reported once.
-    """
+    """While entered, reports to the observer what a session's lanes do, from a thread that training never waits for. It
+    owns the executor's spans: each is counted in `lanes` and reported once."""
 
     def __init__(self, session: Session, observer: Observer) -> None:
         self._session = session
@@ -81,7 +78,8 @@ class Live:
             for span in spans:
                 self._lanes[span.lane].add(span)
             progress = Progress(spans, *executor.under_way())
-            preparing.report(detail=_computing(progress.under_way))
+            computing = next((op for op in progress.under_way if op.lane == "compute"), None)
+            preparing.report(detail=computing and op_text(computing.op, computing.block, computing.chunk))
             self._observer.on_progress(progress)
 
     def _work(self) -> None:
@@ -102,19 +100,8 @@ class Live:
         self._look_at = now + max(LOOK_S, (now - started) / LOOK_SHARE)
 
 
-def _computing(ops: Sequence[UnderWay]) -> str | None:
-    """What is being computed, in a few words; None while nothing is."""
-    op = next((op for op in ops if op.lane == "compute"), None)
-    if op is None:
-        return None
-    return op_text(op.op, op.block, op.chunk)
-
-
 def memory_peaks(session: Session) -> dict[str, int]:
-    """Most bytes of gpu and ram held so far.
-
-    On CPU the gpu tier is what was carved and the saved graphs; on CUDA what the allocator really held.
-    """
+    """Most bytes of gpu and ram held so far; of the gpu what the allocator held, on CPU slots and saved graphs."""
     gpu = session.gpu.arena.used_bytes + session.runtime.layer_ops.graphs_peak_bytes
     if session.device.type == "cuda":
         gpu = torch.cuda.max_memory_allocated(session.device)

@@ -29,7 +29,8 @@ def require_record(store: NvmeStore) -> None:
         not all(is_whole(value) and value >= 0 for value in whole)
         or not all(type(meta.get(name)) is kind for name, kind in (("recipe", str), ("cursor", dict)))
         or (plan and {name: type(value) for name, value in plan.items()} != kinds)
-        or not _are_sizes(meta.get("graph_bytes", {}))
+        or not isinstance(sizes := meta.get("graph_bytes", {}), dict)
+        or not all(is_whole(size) and size > 0 for size in sizes.values())
         or ("kernels" in meta and not is_kernel_record(meta["kernels"]))
     ):
         raise UserError(
@@ -38,28 +39,22 @@ def require_record(store: NvmeStore) -> None:
         )
 
 
-def _are_sizes(values: object) -> bool:
-    return isinstance(values, dict) and all(is_whole(value) and value > 0 for value in values.values())
-
-
 class Recorded(NamedTuple):
     """What a run had decided when it last committed: other decisions could give other bits."""
 
     choice: tuple[int, PlanOptions]
     """Chunk length, and what the search chose."""
     compiled: bool
-    """Whether layers were compiled."""
     optimizer_mode: str
-    """Optimizer.mode."""
     graph_bytes: dict[str, int] | None
-    """PlanRequest.graph_bytes: where layers are compiled, a saved graph and one that is recomputed are other
-    programs."""
+    """PlanRequest.graph_bytes: compiled, a saved graph and one that is recomputed are other programs."""
 
     def lacking(self, can: Compilation) -> list[str]:
         """What was compiled and cannot be now, in words."""
-        layers = ["layers compiled, now eager"] if self.compiled and not can.layers else []
-        fused = self.optimizer_mode == "compiled" and not can.optimizer
-        return [*layers, *(["optimizer compiled, now fused"] if fused else [])]
+        result = ["layers compiled, now eager"] if self.compiled and not can.layers else []
+        if self.optimizer_mode == "compiled" and not can.optimizer:
+            result.append("optimizer compiled, now fused")
+        return result
 
 
 def recorded_of(store: NvmeStore, task: PlanRequest) -> Recorded | None:
@@ -72,11 +67,7 @@ def recorded_of(store: NvmeStore, task: PlanRequest) -> Recorded | None:
 
 
 def recorded_kernels(
-    store: NvmeStore,
-    device: torch.device,
-    recorded: Recorded | None,
-    compilation: Compilation,
-    observer: Observer,
+    store: NvmeStore, device: torch.device, recorded: Recorded | None, compilation: Compilation, observer: Observer
 ) -> dict[str, Any] | None:
     """What the store's generation records of its kernels, unless they are to be chosen anew; says what has changed."""
     kernels: dict[str, Any] | None = store.meta.get("kernels")

@@ -31,35 +31,25 @@ def run_files(run_dir: Path, recipe: Recipe) -> dict[str, Path]:
     """The files by their paths within a run directory: recipe, history, data, and the small ones of what it names."""
     result = {name: run_dir / name for name in (RECIPE, *HISTORY)}
     result |= {f"data/{name}": path for name, path in _below(run_dir / "data")}
-    model, tokenizer, template = (
-        _there(named, run_dir / INPUTS / saved)
-        for named, saved in (
-            (recipe.model.path, _MODEL),
-            (recipe.data.tokenizer, _TOKENIZER),
-            (recipe.data.chat_template, _template_name(recipe)),
-        )
-    )
-    for source, saved in ((model, _MODEL), (tokenizer, _TOKENIZER)):
-        if source is not None:
+    named = with_saved_inputs(recipe, run_dir)
+    for folder, saved in ((named.model.path, _MODEL), (named.data.tokenizer, _TOKENIZER)):
+        if folder is not None and (source := Path(folder).expanduser()).exists():
             result |= {f"{INPUTS}/{saved}/{name}": path for name, path in _small(source)}
-    if template is not None and template.is_file():
-        result[f"{INPUTS}/{_template_name(recipe)}"] = template
+    if named.data.chat_template is not None:
+        result[f"{INPUTS}/{_template_name(recipe)}"] = Path(named.data.chat_template).expanduser()
     return {name: path for name, path in result.items() if path.is_file()}
 
 
 def with_saved_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
-    """The recipe with what was saved of its model's folder, tokenizer and chat template, where these are not here.
-
-    Of the model there are no weights then: a resume needs none, and an export takes the run's own.
-    """
+    """The recipe with what was saved of its model's folder, tokenizer and chat template, where these are not here. Of
+    the model there are no weights then."""
     saved = run_dir / INPUTS
-    model, data = recipe.model, recipe.data
-    if _is_missing(model.path) and (saved / _MODEL).is_dir():
-        model = replace(model, path=str(saved / _MODEL))
-    if _is_missing(data.tokenizer) and (saved / _TOKENIZER).is_dir():
-        data = replace(data, tokenizer=str(saved / _TOKENIZER))
-    if _is_missing(data.chat_template) and (saved / _template_name(recipe)).is_file():
-        data = replace(data, chat_template=str(saved / _template_name(recipe)))
+    model = replace(recipe.model, path=_here(recipe.model.path, saved / _MODEL))
+    data = replace(
+        recipe.data,
+        tokenizer=_here(recipe.data.tokenizer, saved / _TOKENIZER),
+        chat_template=_here(recipe.data.chat_template, saved / _template_name(recipe)),
+    )
     return recipe if (model, data) == (recipe.model, recipe.data) else replace(recipe, model=model, data=data)
 
 
@@ -68,16 +58,10 @@ def _template_name(recipe: Recipe) -> str:
     return f"chat_template.{'json' if str(recipe.data.chat_template).endswith('.json') else 'jinja'}"
 
 
-def _is_missing(path: str | None) -> bool:
-    return path is not None and not Path(path).expanduser().exists()
-
-
-def _there(named: str | None, saved: Path) -> Path | None:
-    """Where what the recipe names is, or is saved; None where it names nothing, or it is nowhere."""
-    if named is None:
-        return None
-    path = Path(named).expanduser()
-    return path if path.exists() else saved if saved.exists() else None
+def _here(named: str | None, saved: Path) -> str | None:
+    """What the recipe names, or what was saved of it where that is not here."""
+    missing = named is not None and not Path(named).expanduser().exists()
+    return str(saved) if missing and saved.exists() else named
 
 
 def _below(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -90,8 +74,7 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _small(source: Path) -> Iterator[tuple[str, Path]]:
-    """The small files of a model's or tokenizer's folder, by the names that these go by; of links those that a run
-    follows."""
+    """The small files of a model's or tokenizer's folder, by their usual names; of links those that a run follows."""
     more = more_templates(source) if source.is_dir() else []
     for path in [source] if source.is_file() else [*sorted(source.iterdir()), *more]:
         fits = path in more or _SMALL.fullmatch(path.name)

@@ -20,8 +20,6 @@ from penstock.storage.files.model_folder import remarks_on_weights
 
 
 class RunModel(NamedTuple):
-    """What a run trains on what."""
-
     data: Data
     spec: ModelSpec
     new_rows: weights.NewRows | None

@@ -7,7 +7,6 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -28,7 +27,7 @@ from penstock.engine.generate.prompts import Prompts
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.reservations import Reservation
-from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.preparing import Checklist
@@ -75,8 +74,7 @@ class Session:
         reservation: Reservation | None = None,
         uploads: Uploads | None = None,
     ) -> None:
-        """`lanes`, `reservation` and `uploads` are the session's from now on, and closed with it; whoever gets an error
-        here closes them."""
+        """`lanes`, `reservation` and `uploads` are closed with the session; whoever gets an error here closes them."""
         checklist = checklist or Checklist()
         self.spec, self.plan, self.store, self.loader, self.recipe = spec, plan, store, loader, recipe
         self.validation, self.prompts, self.device = validation, prompts, device
@@ -84,12 +82,11 @@ class Session:
         self._identity = identity | {
             "plan": {
                 "chunk_tokens": plan.problem.chunk_tokens,
-                "compiled": compute.compiled,
+                "compiled": compute.runner.compiled,
                 "optimizer_mode": compute.optimizer.mode,
                 **asdict(plan.choice),
             }
         }
-        self.layouts = layouts(spec)
         self.step = int(store.meta["step"])
         self.tokens = int(store.meta["tokens"])
         self.steps_reported = 0
@@ -108,11 +105,10 @@ class Session:
         self._tokenizer = tokenizer
         self._data: StepData | None = None
         self.spikes: deque[Spike] = deque()
-        """Steps whose loss leapt, to be told."""
         self._gains = Gains.of(store.meta.get("validation"))
         self.remeasures = False
-        """Whether the step that this process began with has a validation loss that its generation cannot tell, as the
-        checkpoint best is of it: it is measured again, due or not."""
+        """Whether the step that this process began with is that of the checkpoint best: its validation loss, which its
+        generation cannot tell, is measured again, due or not."""
         self.notes: list[str] = []
         """What is to be told of the steps so far; whoever tells it empties the list."""
         self._outgrown_reported = False
@@ -132,8 +128,7 @@ class Session:
         loader.seek(store.meta["cursor"])
         self.settings, self.executor = lanes.settings, lanes.executor
         self._lanes, self._reservation, self.uploads = lanes, reservation, uploads
-        self.fallbacks = lanes.fallbacks
-        self.carrier = BatchCarrier(plan.chunks, device, compiled=compute.compiled)
+        self.carrier = BatchCarrier(plan.chunks, device, compiled=compute.runner.compiled)
         dtype = compute_dtype(train)
         gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
         with checklist.step("allocating memory"):
@@ -151,21 +146,11 @@ class Session:
                 self.ram.arena.pin(on_progress=lambda done, total: checklist.progress(done / total))
         with checklist.step("filling the tiers"):
             load_memory(store, plan, self.gpu, self.ram, dtype)
-        self.runtime = Runtime(
-            plan,
-            self.layouts,
-            compute.runner,
-            compute.optimizer,
-            store,
-            self.gpu,
-            self.ram,
-            train,
-            LOGITS_BYTES[device.type],
-            self._commit,
-        )
+        work = plan, compute.runner, compute.optimizer, store, self.gpu, self.ram
+        self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit)
         self.builder = ScheduleBuilder(plan)
-        guard = MemoryGuard(plan, self._ram_bytes())
-
+        on_host = ("ram", "gpu") if device.type == "cpu" else ("ram",)
+        guard = MemoryGuard(plan, sum(plan.tiers[tier].peak_bytes for tier in on_host))
         streams = GPU_LANES if device.type == "cuda" else frozenset[str]()
 
         def perform(op: Op) -> Future[Any] | None:
@@ -175,10 +160,6 @@ class Session:
 
         self.executor.attach(perform)
         self._traffic = self._traffic_before = store.traffic()
-
-    def _ram_bytes(self) -> int:
-        tiers = self.plan.tiers
-        return tiers["ram"].peak_bytes + (tiers["gpu"].peak_bytes if self.device.type == "cpu" else 0)
 
     def __enter__(self) -> Session:
         return self
@@ -209,10 +190,7 @@ class Session:
         return data
 
     def prefetch(self) -> None:
-        """Fetch the batch after the running step's, and look for garbage if Python does not by itself.
-
-        Here the lanes have work and the main thread has none.
-        """
+        """Fetch the next step's batch, and look for garbage if Python does not: the main thread has time now."""
         if not gc.isenabled():
             gc.collect()
         if self._next is None and self.step < self.recipe.train.steps:
@@ -242,10 +220,8 @@ class Session:
         self.runtime.begin(self.step, data)
 
     def _commit(self, step: int) -> None:
-        """Commit the generation of `step` and make the checkpoints due.
-
-        Runs on the lane that writes to NVMe, maybe while the main thread is some steps ahead.
-        """
+        """Commit the generation of `step` and make the checkpoints due; on the lane that writes to NVMe, maybe some
+        steps behind the main thread."""
         self._retention.before_commit(proved=int(self.store.meta["step"]) in self._proved)
         self.store.commit(self._records[step])
         for old in [other for other in list(self._records) if other <= step]:
@@ -288,14 +264,9 @@ class Session:
                 f"checkpoint {name} is of a step that is being repeated; the next best generation replaces it"
             )
 
-    def finish_uploads(self, report: Callable[[str], None]) -> None:
-        """Wait for the uploads that are due, telling how far they are."""
-        if self.uploads is not None:
-            self.uploads.finish(report)
-
     def take_notes(self) -> list[str]:
         """What is to be told of the steps so far, once each."""
-        notes = [*self.fallbacks.take(), *self.notes, *(self.uploads.take_messages() if self.uploads else [])]
+        notes = [*self._lanes.fallbacks.take(), *self.notes, *(self.uploads.take_messages() if self.uploads else [])]
         self.notes.clear()
         return notes
 
@@ -341,11 +312,8 @@ class Session:
         )
 
     def take_validation(self, metrics: ValidationMetrics) -> None:
-        """Take the validation loss of the step that has ended; the lowest so far makes its generation the best one.
-
-        What a generation records of it is what was known when its step began: a run that is resumed from it measures
-        the loss of that step again.
-        """
+        """Take the validation loss of the step that has ended; the lowest so far makes its generation the best one. A
+        generation records what was known when its step began: a run resumed from it measures that loss again."""
         self.remeasures = False
         if not self._gains.take(metrics.step, metrics.loss, metrics.tokens) or not self.recipe.storage.keep_best:
             return
@@ -384,11 +352,8 @@ class Session:
         self.checkpoints.append((name, self.step, self._retention.checkpoint(step_name(name, self.step))))
 
     def finish(self) -> None:
-        """Apply the gradient that still waits, commit the generation, and wait for all of it.
-
-        At the end of any step; training may go on afterwards. Where the run is over, its last generation is uploaded,
-        due or not.
-        """
+        """Apply the gradient that still waits, commit the generation, and wait for all of it; at the end of any step.
+        Where the run is over, its last generation is uploaded, due or not."""
         if self.builder.uncommitted:
             self.executor.submit(self.builder.finish(commit=True))
         self.executor.drain()
@@ -410,11 +375,8 @@ class Session:
 
 
 def run_identity(recipe: Recipe) -> dict[str, Any]:
-    """What a generation records of where it comes from, beside its step.
-
-    Initialisation and the order of the data are functions of the seeds, and training itself draws no random numbers:
-    seeds and data cursor are the whole random state.
-    """
+    """What a generation records of where it comes from, beside its step. Seeds and data cursor are the whole random
+    state, as training itself draws no random numbers."""
     return {
         "recipe": config_digest(recipe),
         "fields": given_fields(recipe),

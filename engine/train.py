@@ -1,19 +1,13 @@
-"""A training run from a recipe to committed generations.
-
-`train_step` is the whole of one optimizer step.
-"""
+"""A training run from a recipe to committed generations; `train_step` is the whole of one optimizer step."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from penstock.engine import samples, validation
 from penstock.engine.attention.select import chosen, installed
@@ -55,8 +49,8 @@ class TrainResult:
     drives: list[dict[str, Any]] = field(default_factory=list)
     """Per drive: path, bytes_read, bytes_written, bytes_written_per_step, percentage_used (None where unknown)."""
     gpu_memory: dict[str, int] | None = None
-    """Peaks of the GPU's memory allocator: allocated_bytes, reserved_bytes, and fragmentation_bytes between them; None
-    without a GPU."""
+    """The GPU allocator's peaks: allocated_bytes, reserved_bytes, fragmentation_bytes between them; None without
+    GPU."""
     attention: dict[str, Any] = field(default_factory=dict)
     """installed: kernels for CUDA -> null, or why they are not there for this GPU, null without a GPU; chosen: forward,
     backward -> kernels that ran."""
@@ -67,10 +61,8 @@ class TrainResult:
 
 
 def train_step(session: Session) -> StepMetrics:
-    """One optimizer step: fetch, forward and backward, then loss and gradient norm.
-
-    The step's update is applied block by block under the next step's forward, or by `Session.finish`.
-    """
+    """One optimizer step: fetch, forward and backward, then loss and gradient norm; the update is applied block by
+    block under the next step's forward, or by `Session.finish`."""
     started = time.perf_counter()
     data = session.next_batch()
     session.begin_step(data)
@@ -105,16 +97,12 @@ def train_step(session: Session) -> StepMetrics:
 def train(
     recipe: Recipe, *, run_dir: Path, observer: Observer, resume: bool, checkpoint: str | None = None
 ) -> TrainResult:
-    """Train as the recipe says, from the run directory's last generation if `resume`, and commit the end.
-
-    `checkpoint` names the checkpoint from which a resumed run goes on instead.
-
-    Raises UserError for everything that the user can mend, before the first step where it can be known then.
-    """
+    """Train as the recipe says and commit the end; with `resume` from the run directory's last generation, or that of
+    `checkpoint`. Raises UserError for what the user can mend, before the first step where it can be known then."""
+    collects_garbage = gc.isenabled()
     with open_session(recipe, run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint) as session:
         try:
-            with _garbage_restored():
-                result = _run(session, observer)
+            result = _run(session, observer)
         except DivergedError as error:
             session.executor.close()  # a commit on its way ends first
             session.look_at_failure()
@@ -136,6 +124,10 @@ def train(
                 f"{str(reason).rstrip('.?')}. Generation {store.generation} (step {step}) is intact: fix the cause, "
                 "then resume"
             ) from error
+        finally:
+            gc.unfreeze()
+            if collects_garbage:
+                gc.enable()
         result.gpu_memory = memory_use(session.device)
         if result.gpu_memory is not None:
             observer.on_message(
@@ -147,22 +139,10 @@ def train(
     return result
 
 
-@contextmanager
-def _garbage_restored() -> Iterator[None]:
-    """The garbage collector is left as it was found."""
-    enabled = gc.isenabled()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
-
-
 def _run(session: Session, observer: Observer) -> TrainResult:
     """Step until the recipe's last step or until the observer asks to stop; then commit."""
     steps: list[StepMetrics] = []
-    checklist = Checklist(observer)
+    checklist, device = Checklist(observer), session.device
     with Live(session, observer) as live:
         while session.step < session.recipe.train.steps and _goes_on(session, observer):
             with checklist.step("validation", when=not steps and validation.due(session)):
@@ -194,7 +174,8 @@ def _run(session: Session, observer: Observer) -> TrainResult:
             _sample(session, observer)
         session.finish()
     _report_checkpoints(session, observer)
-    session.finish_uploads(observer.on_message)
+    if session.uploads is not None:
+        session.uploads.finish(observer.on_message)
     early_end = session.early_end if session.step < session.recipe.train.steps else None
     if early_end is not None:
         observer.on_message(early_end.words(session.step))
@@ -206,21 +187,15 @@ def _run(session: Session, observer: Observer) -> TrainResult:
         last_loss=steps[-1].loss if steps else None,
         tiers=_tiers(session, live.tier_bytes()),
         lanes=live.lanes,
-        attention=_attention(session.device),
+        attention={"installed": installed(device) if device.type == "cuda" else None, "chosen": chosen(device.type)},
         stopped=not session.is_over,
         early_end=early_end,
     )
 
 
-def _attention(device: torch.device) -> dict[str, Any]:
-    return {"installed": installed(device) if device.type == "cuda" else None, "chosen": chosen(device.type)}
-
-
 def _validate(session: Session, observer: Observer) -> None:
-    """Measure the validation loss of the step that has ended, if it is due.
-
-    Right before the next step: a stop or a pause does not wait for it, and a resumed run makes up for it.
-    """
+    """Measure the validation loss of the step that has ended, if it is due; right before the next step, so that a stop
+    or a pause does not wait for it."""
     if validation.due(session):
         metrics = validation.validate(session)
         observer.on_validation(metrics)

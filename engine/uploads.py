@@ -1,8 +1,7 @@
 """Uploads of a run's generations to storage.offsite: due every so many steps, carried out beside the steps.
 
-A due generation is committed and saved as a checkpoint, which is links and takes no time; a thread has it sent by a
-process of its own and deletes it then. One is on its way at a time: what falls due meanwhile waits, and what is sent
-next is the newest generation there is.
+A due generation is committed and saved as a checkpoint, which is links; a thread has it sent by a process of its own
+and deletes it then. One is on its way at a time; the next is the newest generation there is.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _REPORT_S = 10.0
 """Between two words on an upload that the run's end waits for."""
 _POLL_S = 0.05
 
-Report = Callable[[str], None]
-
 
 class Uploads:
     """The uploads of one process of a run. `begin` it before anything is prepared, `attach` the store, `close` it."""
@@ -67,14 +64,12 @@ class Uploads:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def begin(cls, recipe: Recipe, run_dir: Path, *, resume: bool) -> Uploads | None:
-        """None where the recipe names no place. UserError, one line, where this run may not write to it."""
-        if recipe.storage.offsite is None:
-            return None
+    def begin(cls, recipe: Recipe, run_dir: Path, offsite: str, *, resume: bool) -> Uploads:
+        """Those to `offsite`, which the recipe names. UserError, one line, where this run may not write to it."""
         root, store = state_folder(run_dir), None
         if resume and (root / FILE_NAME).exists():
             store = Manifest.read(root).store
-        link = Link(parse_location(recipe.storage.offsite, "storage.offsite"))
+        link = Link(parse_location(offsite, "storage.offsite"))
         try:
             require_usable(link, root, store)
         finally:
@@ -134,7 +129,7 @@ class Uploads:
         """What there is to report, once each."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
-    def finish(self, report: Report) -> None:
+    def finish(self, report: Callable[[str], None]) -> None:
         """Wait for what is due, reporting how far it is."""
         reported_at, busy = time.monotonic(), True
         while busy:
@@ -254,16 +249,11 @@ class Uploads:
         self._moved += moved
 
     def _warn(self, step: int | None, error: Exception) -> None:
-        newest = (
-            "nothing of this run has been uploaded yet"
-            if self._newest is None
-            else f"step {self._newest} is the newest there"
-        )
+        newest = f"Step {self._newest} is the newest there"
+        if self._newest is None:
+            newest = "Nothing of this run has been uploaded yet"
         reason = str(error).removeprefix("storage.offsite: ") if isinstance(error, UserError) else repr(error)
-        self._say(
-            f"step {step} was not uploaded: {reason}. {newest[0].upper()}{newest[1:]}; it will be tried again with "
-            "the next upload"
-        )
+        self._say(f"step {step} was not uploaded: {reason}. {newest}; it will be tried again with the next upload")
 
     def _delete(self, name: str) -> None:
         try:

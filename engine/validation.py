@@ -1,8 +1,5 @@
-"""The validation loss: the likelihood of documents that are never trained on, measured between two steps.
-
-It uses the slots, records and lanes of the plan, and leaves nothing behind: a run that is validated computes the same
-bits as one that is not.
-"""
+"""The validation loss: the likelihood of documents that are never trained on, measured between two steps. It leaves
+nothing behind: a run that is validated computes the same bits as one that is not."""
 
 from __future__ import annotations
 
@@ -26,11 +23,8 @@ def due(session: Session) -> bool:
 
 
 def validate(session: Session) -> ValidationMetrics:
-    """Measure the loss with the weights of the step that has ended.
-
-    Its update is applied block by block under the first pass, as it would be under the next step's forward, and its
-    generation is committed then if that is due.
-    """
+    """Measure the loss with the weights of the step that has ended, whose update is applied and, if due, committed
+    under the first pass, as under the next step's forward."""
     assert session.validation is not None
     started, step = time.perf_counter(), session.step
     total, weight, tokens, right = 0.0, 0.0, 0, 0

@@ -15,11 +15,8 @@ from penstock.storage.files.errors import UserError
 
 
 def verify_run_files(run_dir: Path, meta: dict[str, Any]) -> int:
-    """Read and check a run's tokenizer, tokenised corpus and constants; the bytes read.
-
-    `meta` is the record of its committed generation. What is not there is made again by a resume, and is no damage.
-    Raises UserError with a line for each damaged file.
-    """
+    """Read and check a run's tokenizer, tokenised corpus and constants, those that are there; the bytes read. `meta`:
+    the record of its committed generation. Raises UserError with a line for each damaged file."""
     tokenizer, corpus, state = run_dir / "data" / "tokenizer", run_dir / "data" / "corpus", state_folder(run_dir)
     added, template = run_dir / "data" / ADDED_FOLDER, run_dir / "data" / chat.FILE
     checks: list[tuple[Path, Callable[[], int]]] = [

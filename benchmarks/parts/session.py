@@ -19,7 +19,6 @@ from benchmarks.parts.setup import Setup
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.loader import DataLoader, MicroBatch, make_loader
 from penstock.engine.events import Observer
-from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.kernels import choose_kernels, kernel_query
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.compilers import find_compilation
@@ -31,7 +30,8 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.calibrate import calibrate
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
-from penstock.engine.runtime.state import WEIGHTS, fill_store, state_arrays
+from penstock.engine.runtime.sources import WEIGHTS
+from penstock.engine.runtime.state import fill_store, state_arrays
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.layout import FlatLayout
@@ -106,16 +106,13 @@ def open_drawn(
         lanes.executor.call("compute", lambda: choose_kernels(what, setup.device, DTYPE))
         compute = Compute.make(setup.spec, setup.recipe.train, setup.device, {}, compiled)
         loader = loader_of(setup, folder)
-        if calibrated is not None and compute.compiled and not setup.plan.streamed:
+        if calibrated is not None and compute.runner.compiled and not setup.plan.streamed:
             calibration = calibrate(
                 setup.plan,
-                layouts(setup.spec),
-                compute.runner,
-                compute.optimizer,
+                compute,
                 setup.recipe.train,
                 typical_batch(loader),
                 this_machine(setup.device),
-                LOGITS_BYTES[setup.device.type],
                 lanes.executor,
             )
             depth, setup = len(setup.spec.attention), calibrated(calibration.graph_bytes_per_token)

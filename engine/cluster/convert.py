@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from penstock.engine import preparing
 from penstock.engine.cluster import layout
 from penstock.engine.config import Recipe, drive_folders, parse_bytes, state_folder
-from penstock.engine.export import RunState, reading_run
+from penstock.engine.export import RunState
 from penstock.engine.forecast.problem import DTYPE_BYTES
 from penstock.engine.forecast.request import buffer_shapes
 from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
@@ -33,7 +34,7 @@ def write_dcp(run_dir: Path, recipe: Recipe, folder: Path, checkpoint: str | Non
     `folder` is new or empty, or a whole checkpoint that is replaced.
     Raises UserError when there is no generation, or the disk fails; then nothing of it is left.
     """
-    with reading_run(run_dir, recipe, checkpoint) as run:
+    with closing(RunState(run_dir, recipe, checkpoint)) as run:
         source = _Source(run, find_optimizer(recipe.train).kinds)
         meta = {name: value for name, value in run.store.meta.items() if name not in ("plan", "constants")}
         try:

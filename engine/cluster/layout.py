@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMeta
 from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.optim.base import MASTER
-from penstock.engine.runtime.state import WEIGHTS
+from penstock.engine.runtime.sources import WEIGHTS
 from penstock.storage.files import sealed
 from penstock.storage.files.disk import atomic_write, fsync_dir, fsync_file
 from penstock.storage.files.errors import UserError

@@ -1,7 +1,5 @@
-"""Attention of a layer that reads new tokens of several sequences at once, each with keys and values of its own.
-
-The new tokens lie end to end as one stream [n]; a sequence's queries see its own earlier tokens and no other's.
-"""
+"""Attention of a layer that reads new tokens of several sequences, laid end to end as one stream [n]: the queries of
+each see its own earlier keys and values only."""
 
 from __future__ import annotations
 
@@ -13,21 +11,10 @@ from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, Handler, Operands, work_dtype
+from penstock.engine.generate.decode import Row
 
 _KEYS_AT_ONCE = 4096
 """Keys of a single query that are taken to float32 at once."""
-
-
-class RowRange(NamedTuple):
-    """Where new tokens of one sequence stand in it."""
-
-    start: int
-    """Position of the first."""
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
 
 
 class KeysValues(NamedTuple):
@@ -39,42 +26,34 @@ class KeysValues(NamedTuple):
     """[capacity, kv_heads, v_dim]"""
 
 
-def positions_of(ranges: Sequence[RowRange]) -> Tensor:
-    """int64 [n]: the positions of the stream's tokens, on the host."""
-    return torch.cat([torch.arange(range_.start, range_.end) for range_ in ranges])
-
-
-def rows_handler(ranges: Sequence[RowRange], cached: Sequence[KeysValues], chunk: int | None) -> Handler:
+def rows_handler(rows: Sequence[Row], cached: Sequence[KeysValues], chunk: int | None) -> Handler:
     """Attention of a stream of new tokens: puts their keys and values into `cached`, attends to all up to their own.
-
-    `ranges` and `cached`: of each sequence that is part of the stream, in order; rows before `start` are filled.
-    `chunk`: AttentionShape.chunk of the layer. Exact for sliding windows, chunks, soft-caps, sinks and grouped heads.
-    """
+    `rows` and `cached`: of each sequence in the stream, in order; rows before `start` are filled. `chunk`:
+    AttentionShape.chunk of the layer. Exact for windows, chunks, soft-caps, sinks and grouped heads."""
 
     def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         first = 0
-        for range_, mine in zip(ranges, cached, strict=True):
-            rows = slice(first, first + range_.length)
-            first += range_.length
-            mine.k[range_.start : range_.end].copy_(k[rows])
-            mine.v[range_.start : range_.end].copy_(v[rows])
-            out[rows] = _attend(q[rows], mine, range_, call, chunk)
+        for row, mine in zip(rows, cached, strict=True):
+            new = slice(first, first := first + len(row.ids))
+            mine.k[row.start : row.end].copy_(k[new])
+            mine.v[row.start : row.end].copy_(v[new])
+            out[new] = _attend(q[new], mine, row, call, chunk)
         return out
 
     return handle
 
 
-def _attend(q: Tensor, cached: KeysValues, range_: RowRange, call: AttentionCall, chunk: int | None) -> Tensor:
+def _attend(q: Tensor, cached: KeysValues, row: Row, call: AttentionCall, chunk: int | None) -> Tensor:
     """[length, heads, v_dim]: attention of one sequence's new queries [length, heads, qk_dim]."""
-    if range_.length == 1:
-        position = range_.start
+    if len(row.ids) == 1:
+        position = row.start
         seen = 0 if call.window is None else max(0, position - call.window + 1)
         if chunk is not None:
             seen = max(seen, position - position % chunk)
         return _single(q[0], cached.k[seen : position + 1], cached.v[seen : position + 1], call)[None]
-    documents = [0] if chunk is None else attention.split_documents([0], range_.end, chunk)
-    x = Operands(q, cached.k[: range_.end], cached.v[: range_.end], call, range_.start, 0, documents)
+    documents = [0] if chunk is None else attention.split_documents([0], row.end, chunk)
+    x = Operands(q, cached.k[: row.end], cached.v[: row.end], call, row.start, 0, documents)
     return attention.finish(*attention.attend(x), call.sinks)[0].to(q.dtype)
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """How continuations are chosen."""
-
     new_tokens: int = 64
     """At most so many of each sequence."""
     temperature: float = 0.0
@@ -34,23 +32,24 @@ class Row(NamedTuple):
     start: int
     """Position of the first of `ids`."""
     ids: Sequence[int]
+    wanted: bool = True
+    """Whether the logits behind the last of them are."""
+
+    @property
+    def end(self) -> int:
+        """Position behind the last."""
+        return self.start + len(self.ids)
 
 
 class Forward(Protocol):
     """Reads tokens and says what may follow them."""
 
     def __call__(self, rows: Sequence[Row]) -> Tensor:
-        """float32 [len(rows), vocab]: the logits behind the last token of each row.
-
-        Keys and values of all its tokens are kept for later calls; a row whose start is below what is kept of its
-        sequence drops what lies behind.
-        """
-        ...
+        """float32 [len(rows), vocab]: the logits behind the last token of each row. Keys and values are kept for later
+        calls; a row that starts below what is kept of its sequence drops what lies behind."""
 
 
 class Continuation(NamedTuple):
-    """What was put behind a prompt."""
-
     ids: list[int]
     """Without the token that ended it."""
     ended: bool
@@ -84,7 +83,7 @@ def decode(
     starts = [0] * len(prompts) if known is None else known
     rows = [Row(i, start, ids[start:]) for i, (start, ids) in enumerate(zip(starts, prompts, strict=True))]
     while rows:
-        targets = [(row.sequence, row.start + len(row.ids)) for row in rows]
+        targets = [(row.sequence, row.end) for row in rows]
         chosen = choose(forward(rows), [(first + sequence, position) for sequence, position in targets], decoding)
         rows = []
         for (sequence, position), token in zip(targets, chosen, strict=True):

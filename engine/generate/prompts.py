@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.engine.config import Recipe, SamplesConfig
-from penstock.engine.data.text.chat import ChatTemplate, find_template, trained_ends
+from penstock.engine.data.text.chat import find_template, trained_ends
 from penstock.engine.data.text.encode import Encoder
 from penstock.engine.data.text.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
 from penstock.engine.generate.text import text_behind
@@ -49,49 +49,35 @@ def prepare_prompts(recipe: Recipe, tokenizer: TextTokenizer | None, spec: Model
     config, data = recipe.samples, recipe.data
     if config.every is None:
         return None
-    tokenizer = tokenizer or _model_tokenizer(recipe)
+    folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+    folder = folder if folder is not None and folder.is_dir() else None
+    if tokenizer is None and data.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
+    elif tokenizer is None and folder is not None and has_tokenizer(folder):
+        tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise UserError(
             f"samples.prompts: data.source={data.source} has no tokenizer to read them; set data.tokenizer, or leave "
             "samples.every out"
         )
     template = find_template(data, tokenizer)
-    texts = [_as_chat(text, template) for text in config.prompts] if config.chat else config.prompts
+    texts = config.prompts
+    if config.chat:
+        if template is None:
+            raise UserError(
+                "samples.chat: the tokenizer has no chat template; set data.chat_template to a file with one, or set "
+                "samples.chat=false"
+            )
+        texts = [template.prompt([{"role": "user", "content": text}]) for text in texts]
     begin = [tokenizer.bos_id] if not config.chat and Encoder(data, tokenizer).adds_bos else []
     result = [[*(i for i in begin if i is not None), *ids] for ids in tokenizer.encode_batch(texts)]
     for number, ids in enumerate(result, start=1):
         _check(number, ids, recipe, spec)
-    folder = _model_folder(recipe)
     ends = frozenset([tokenizer.eos_id]) if folder is None else stop_ids(folder, spec.config, tokenizer)
     ends |= trained_ends(data, template)
     if config.chat and template is not None:
         ends |= template.turn_ends
     return Prompts(config, result, tokenizer, ends)
-
-
-def _model_tokenizer(recipe: Recipe) -> TextTokenizer | None:
-    """The tokenizer that the recipe names or that lies beside the model, where the data needs none."""
-    if recipe.data.tokenizer is not None:
-        return load_tokenizer(Path(recipe.data.tokenizer).expanduser())
-    folder = _model_folder(recipe)
-    if folder is None or not has_tokenizer(folder):
-        return None
-    return load_tokenizer(folder)
-
-
-def _model_folder(recipe: Recipe) -> Path | None:
-    folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
-    return folder if folder is not None and folder.is_dir() else None
-
-
-def _as_chat(text: str, template: ChatTemplate | None) -> str:
-    """What the chat template makes of a user who says this."""
-    if template is None:
-        raise UserError(
-            "samples.chat: the tokenizer has no chat template; set data.chat_template to a file with one, or set "
-            "samples.chat=false"
-        )
-    return template.prompt([{"role": "user", "content": text}])
 
 
 def _check(number: int, ids: list[int], recipe: Recipe, spec: ModelSpec) -> None:

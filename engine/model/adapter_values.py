@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,19 +12,15 @@ from torch import Tensor, nn
 
 from penstock.engine.model import skeleton
 from penstock.engine.model.adapters import MAGNITUDE, adapted_module, is_adapter, plain_name
+from penstock.engine.model.skeleton import Tensors
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.layout import ParamSpec
 
-Tensors = Mapping[str, Tensor]
-"""By the parameter's state-dict name in a model with the adapter."""
-
 
 class AdapterLayers:
-    """peft's layers of a model, which is on the meta device: values are put into a layer for as long as it needs them.
-
-    `bases`: adapted module -> the parameter of the base that its adapter adds to.
-    """
+    """peft's layers of a model on the meta device, into which values are put for as long as they are needed. `bases`:
+    adapted module -> the parameter of the base that its adapter adds to."""
 
     def __init__(self, spec: ModelSpec) -> None:
         from peft.tuners.lora import LoraLayer
@@ -63,11 +59,8 @@ class AdapterLayers:
                 )
 
     def merged(self, values: Tensors, dtypes: Callable[[str], torch.dtype]) -> dict[str, Tensor]:
-        """The base's parameters of a block, float32 by their plain names, with the adapter in them.
-
-        `values`: base and adapter, float32. `dtypes`: of a parameter by its plain name; peft's own layers merge in it,
-        so its result is one of that dtype. Raises UserError where that does not hold a sum.
-        """
+        """The base's parameters of a block, float32 by plain names, with the adapter in them; `values`: both, float32.
+        `dtypes`: what peft's layers merge each in. Raises UserError where that does not hold a sum."""
         result = {plain_name(name): tensor for name, tensor in values.items() if not is_adapter(name)}
         of_module: dict[str, dict[str, Tensor]] = {}
         for name, tensor in values.items():
@@ -86,8 +79,10 @@ class AdapterLayers:
 
     def _merge(self, module: str, own: Tensors, base: Tensor) -> Tensor:
         layer = self._layers[module]
-        sites = [(*_site(self._model, name), tensor) for name, tensor in own.items()]
-        sites.append((*_base_of(layer)[1:], base))
+        sites = [(*_base_of(layer)[1:], base)]
+        for name, tensor in own.items():
+            owner, _, key = name.rpartition(".")
+            sites.append((self._model.get_submodule(owner), key, tensor))
         on_meta = [part._parameters[key] for part, key, _ in sites]
         try:
             for part, key, tensor in sites:
@@ -110,11 +105,6 @@ def _base_of(layer: Any) -> tuple[Tensor, nn.Module, str]:
     return getattr(module, key), module, key
 
 
-def _site(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    module, _, key = name.rpartition(".")
-    return model.get_submodule(module), key
-
-
 def with_adapter(
     spec: ModelSpec,
     base: Iterable[tuple[str, dict[str, Tensor]]],
@@ -123,11 +113,8 @@ def with_adapter(
     dtype: torch.dtype,
     start: Tensors | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The buffers of `base`, each followed by the buffers of the adapter that are known by then.
-
-    Values are those of `start`, or of a new adapter: A is drawn, B zero, dora's magnitudes the lengths of the rows of
-    the base, which is kept in `dtype`. All float32; the same arguments give the same values.
-    """
+    """The buffers of `base`, each followed by those of the adapter that are known by then; all float32. Values are of
+    `start`, or drawn by `seed`, dora's magnitudes as lengths of the rows of the base as `dtype` holds it."""
     adapter = spec.adapter
     assert adapter is not None
     waiting = {buffer: params for buffer, params in spec.buffers.items() if all(is_adapter(p.name) for p in params)}

@@ -1,8 +1,7 @@
 """Adapters: peft's own LoRA layers around modules of a transformers model.
 
-`inject` puts them in place, on whatever device the model is on; the model then has parameters of two sorts. Those of
-the adapter (`is_adapter`) are trained; the base's go by their names with a `base_layer` in between (`plain_name` is
-what a checkpoint calls them) and are frozen. peft is imported where an adapter is used, and nowhere else.
+Only the adapter's parameters (`is_adapter`) are trained. The base's have a `base_layer` in their names (`plain_name` is
+what a checkpoint calls them). peft is imported where an adapter is used, and nowhere else.
 """
 
 from __future__ import annotations
@@ -45,15 +44,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != BASE)
 
 
-def base_module(module: Any) -> nn.Module:
-    """The model's own module where `module` is peft's around it."""
-    result: nn.Module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
-    return result
-
-
-def id_columns(module: Any) -> list[nn.Module]:
-    """What holds an adapter's matrices that have a column for each token id, where `module` embeds tokens."""
-    return [module.lora_embedding_A] if hasattr(module, "lora_embedding_A") else []
+def id_axes(module: Any) -> tuple[Any, dict[int, int]]:
+    """The model's own embedding where `module` may be peft's around it; what has tables, by id -> the ids' axis."""
+    base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    columns = [module.lora_embedding_A] if hasattr(module, "lora_embedding_A") else []
+    return base, {id(base): 0} | {id(part): 1 for part in columns}
 
 
 class Targets(NamedTuple):
@@ -68,10 +63,8 @@ class Targets(NamedTuple):
 
 
 def find_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> Targets:
-    """What `adapter.targets` stands for in a model that has none yet; `layers` is the name of its list of layers.
-
-    An entry is a module's name or its end, or a pattern of whole names; where no module fits, a parameter's.
-    """
+    """What `adapter.targets` stands for in a model that has none yet: modules by their name, its end or a pattern,
+    where none fits, parameters. `layers` is the name of its list of layers."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, _MODULES)}
     held = {
         f"{name}.{key}": name
@@ -85,7 +78,11 @@ def find_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig) ->
     unmatched = []
     for target in adapter.targets:
         if target == ALL_LINEAR:
-            result = {name for name, module in modules.items() if name.startswith(f"{layers}.") and _is_matrix(module)}
+            linears = {
+                n: m for n, m in modules.items() if n.startswith(f"{layers}.") and not isinstance(m, nn.Embedding)
+            }
+            # Not a single row or column, such as a gate's, of which any sum has rank one.
+            result = {name for name, module in linears.items() if min(module.get_parameter("weight").shape) > 1}
         else:
             result = {name for name in modules if _fits(name, target)}
         among = {p for p, owner in held.items() if _fits(p, target) or _fits(owner, target)} if not result else set()
@@ -102,11 +99,6 @@ def find_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig) ->
 
 
 _MODULES = (nn.Linear, Conv1D, nn.Embedding)
-
-
-def _is_matrix(module: nn.Module) -> bool:
-    """Whether all-linear means it: not a single row or column, such as a gate's, of which any sum has rank one."""
-    return not isinstance(module, nn.Embedding) and min(module.get_parameter("weight").shape) > 1
 
 
 def _fits(name: str, target: str) -> bool:
@@ -196,11 +188,8 @@ def _peft_config(adapter: AdapterConfig, modules: Iterable[str], parameters: Ite
 
 
 def inject(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> None:
-    """Put peft's layers around what `adapter.targets` stands for; what it does not match is left out.
-
-    `layers`: name of the model's list of layers. All parameters require gradients afterwards as they did before, the
-    adapter's included.
-    """
+    """Put peft's layers around what `adapter.targets` stands for; what it does not match is left out. `layers`: name of
+    the model's list of layers. The adapter's parameters require gradients, the others as they did before."""
     from peft import inject_adapter_in_model
 
     from penstock.engine.model.peft_layers import make_compilable

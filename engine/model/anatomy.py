@@ -1,16 +1,13 @@
-"""What a transformers causal LM is made of, found by building it on the meta device and by trying a shrunk copy.
-
-Nothing here lists names of architectures or parameters: which parameters belong to the embedding and to the head, how
-wide attention is, and whether a layer carries state between tokens by other means than attention all come from running
-the model's own code.
-"""
+"""What a transformers causal LM is made of, found by building it on the meta device and by running a shrunk copy: no
+names of architectures or parameters are listed here."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,7 +18,6 @@ from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
-from penstock.engine.model.freezing import frozen_names, require_rows_trained, require_some_trained
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.router import own_coefficient
 from penstock.engine.model.shrink import shrink
@@ -29,7 +25,6 @@ from penstock.engine.model.spec import (
     EMBED,
     FROZEN,
     HEAD,
-    AttentionShape,
     BlockSpec,
     ModelSpec,
     block_of,
@@ -38,7 +33,9 @@ from penstock.engine.model.spec import (
     rotary_tables,
 )
 from penstock.engine.model.trace import Trial, attention_shapes, run_trial
+from penstock.engine.optim.groups import nearest
 from penstock.storage.files.errors import UserError, refused
+from penstock.storage.files.untrusted import one_line
 from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -54,11 +51,8 @@ def take_apart(
     """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
     `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is
-    all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches).
-
-    Raises UserError for what cannot be trained: unknown, encoder-decoder or quantised models, active dropout, models
-    whose layers cannot be found or are connected by more than the hidden state; and for patterns that fit nothing, or
-    leave nothing to be trained.
+    all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches). Raises UserError
+    for what cannot be trained, and for patterns that fit nothing or leave nothing to be trained.
     """
     refuse_unsupported(config)
     if adapter is not None:
@@ -85,7 +79,7 @@ def take_apart(
             raise UserError(f"train.split_layers: {kind} has no '{split_layers}' to split off its layers; leave it out")
         whole = _split_off(whole, prefix, branches, split_layers)
     names = [param.name for params in whole.values() for param in params]
-    stays = frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
+    stays = _frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
     structures = _structures(prefix, layers, stays)
     buffers = _split(whole, stays)
     blocks = [BlockSpec(EMBED, "embed", _own(EMBED, buffers))]
@@ -97,11 +91,11 @@ def take_apart(
             blocks.append(BlockSpec(block, split_layers, _own(block, buffers), (name,), branch_of=i))
     lent = [b for b in _own(EMBED, buffers) if any(param.name in shared for param in buffers[b])]
     blocks.append(BlockSpec(HEAD, "head", (*_own(HEAD, buffers), *lent), (blocks[-1].name,)))
-    constants = {name: tuple(model.state_dict()[name].shape) for name in _persistent(model)}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    constants = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in parameters}
     length_dependent = _length_dependent(model)
     with refused(f"{kind}: transformers does not run the model", with_type=False):
-        result = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
-    shapes = [AttentionShape(*shape) if shape else None for shape in result]
+        shapes = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
     of_layers = ([name for name in (trial.unread[i],) if name is not None] for i in stand_ins)
     unread = tuple(next(iter(_outside(names, branch)), None) for names, branch in zip(of_layers, branches, strict=True))
     specs = [spec for params in buffers.values() for spec in params]
@@ -140,7 +134,11 @@ def take_apart(
         adapter=adapter,
         router_aux_loss=own_coefficient(config),
     )
-    require_some_trained(spec)
+    if not spec.num_trained:
+        raise UserError(
+            f"train.freeze: all {spec.num_params:,} parameters are frozen, so nothing is left to train; remove a "
+            "pattern"
+        )
     return spec
 
 
@@ -161,7 +159,12 @@ def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
                 "give a divisor of model.num_heads"
             )
     if recipe.model.added_tokens and spec.frozen:
-        require_rows_trained(spec)
+        tables = skeleton.vocabulary_tables(skeleton.build(spec.config))
+        for name in sorted(tables & spec.frozen_params):
+            raise UserError(
+                f"model.added_tokens: the rows of new tokens must be trained, but train.freeze freezes {name}; leave "
+                "it out, or add no tokens"
+            )
     validate_context(spec, recipe.data.sequence_length)
     find_graph_bytes(spec, recipe.train.compute_dtype)
     return spec
@@ -189,11 +192,8 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def validate_context(spec: ModelSpec, sequence_length: int) -> None:
-    """Raise UserError when positions up to `sequence_length` are beyond what the config's positions reach.
-
-    `dynamic` scaling reaches any length, `yarn` its factor times the original length, whatever max_position_embeddings
-    says; the others reach max_position_embeddings. A config without that field has no limit.
-    """
+    """Raise UserError when positions up to `sequence_length` are beyond what the config's positions reach: `yarn` its
+    factor times the original length, `dynamic` any, the others max_position_embeddings, if the config has that."""
     reach, tables = context_of(spec), rotary_tables(spec.config)
     if reach is None or sequence_length <= reach:
         return
@@ -239,10 +239,8 @@ class Initializer:
     """Random float32 values of a model's parameters, by the model's own initialiser."""
 
     def __init__(self, spec: ModelSpec, seed: int, embedding_std: float | None = None):
-        """The same arguments always give the same values, in whatever order they are asked for.
-
-        `embedding_std`: standard deviation of the token embeddings, in place of the model's own.
-        """
+        """The same arguments give the same values, in any order of calls. `embedding_std`: standard deviation of the
+        token embeddings, in place of the model's own."""
         self._spec, self._seed, self._embedding_std = spec, seed, embedding_std
         self._model = _build(spec.config)  # once: with a thousand layers it takes seconds
         self._layers = skeleton.find_layers(self._model)[1]
@@ -256,9 +254,7 @@ class Initializer:
 
     def values(self, buffer: str) -> dict[str, Tensor]:
         """One flat buffer's parameters by name, the same whatever is frozen; of a model with an adapter the base's.
-
-        Raises UserError naming one that the model does not initialise.
-        """
+        Raises UserError naming one that the model does not initialise."""
         owned = buffers_of_blocks(self._spec)
         # A layer and its branch are initialised as one.
         branches = {each.name: each.inputs[0] for each in self._spec.blocks if each.branch_of is not None}
@@ -301,10 +297,8 @@ class Initializer:
 
 
 def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
-    """Initial values of the constants, by the model's own initialiser.
-
-    Raises UserError naming a constant that only a checkpoint can give.
-    """
+    """Initial values of the constants, by the model's own initialiser. Raises UserError naming one that only a
+    checkpoint can give."""
     model = _build(spec.config, spec.adapter)
     skeleton.materialise_buffers(model, model.named_modules(), torch.device("cpu"))
     constants = {name: tensor for name, tensor in model.named_buffers() if name in spec.constants}
@@ -312,6 +306,19 @@ def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
         if tensor.is_floating_point() and tensor.isnan().any():
             raise UserError(f"model type '{spec.model_type}': transformers does not initialise the buffer {name}")
     return constants
+
+
+def _frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str]:
+    """Those of a model's parameters `names` that a pattern of train.freeze fits. UserError for one that fits none."""
+    result: set[str] = set()
+    for pattern in patterns:
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise UserError(
+                f"train.freeze: '{one_line(pattern)}' matches no parameter; the nearest are {nearest(pattern, names)}"
+            )
+        result.update(fitting)
+    return frozenset(result)
 
 
 def _structures(prefix: str, layers: nn.ModuleList, stays: frozenset[str]) -> list[int]:
@@ -334,10 +341,8 @@ def _joined(
     params: Sequence[ParamSpec],
     stays: frozenset[str],
 ) -> tuple[tuple[str, ...], ...]:
-    """Of linear modules that read one tensor those that are trained and whose weights lie one behind the other.
-
-    `prefix` begins the names of the layer's `params`. Either all of a group have a bias or none has.
-    """
+    """Of linear modules that read one tensor those that are trained, whose weights lie one behind the other, and of
+    which all or none have a bias. `prefix` begins the names of the layer's `params`."""
     names, trained = {param.name for param in params}, [param for param in params if param.name not in stays]
     offsets = FlatLayout.build(trained).offsets if trained else {}
     ends = {param.name: offsets[param.name] + param.numel for param in trained}
@@ -400,10 +405,8 @@ def _build(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> Pr
 def _buffers(
     model: PreTrainedModel, prefix: str, layers: nn.ModuleList, trial: Trial, stand_ins: Sequence[int]
 ) -> tuple[dict[str, tuple[ParamSpec, ...]], frozenset[str]]:
-    """Parameters of each block, and names of those that embedding and head share.
-
-    `stand_ins[i]`: the layer of the trial's model that has the structure of layer i.
-    """
+    """Parameters of each block, and names of those that embedding and head share. `stand_ins[i]`: the layer of the
+    trial's model that has the structure of layer i."""
     undecayed = trial.undecayed
     outer = {n: skeleton.site_parameter(sites) for n, sites in skeleton.parameter_sites(model, exclude=prefix).items()}
     unused = sorted(outer.keys() - trial.embed_parameters - trial.head_parameters)
@@ -429,11 +432,6 @@ def _buffers(
 
 def _spec(name: str, parameter: Tensor, undecayed: bool) -> ParamSpec:
     return ParamSpec(name=name, shape=tuple(parameter.shape), decay=parameter.dim() > 1 and not undecayed)
-
-
-def _persistent(model: PreTrainedModel) -> list[str]:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return [name for name in model.state_dict() if name not in parameters]
 
 
 def _length_dependent(model: PreTrainedModel) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.model import skeleton
+from penstock.engine.model.skeleton import Tensors
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.sums import GradientSums
 
@@ -44,38 +45,25 @@ class BranchRunner:
     """The branches of layers; see ModelRunner for `weights` and `grads`. Tensors that are sent are [n, width]."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        layers: nn.ModuleList,
-        prefix: str,
-        stays: Container[str],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, spec: ModelSpec, layers: nn.ModuleList, prefix: str, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`layers`: those of the model, on the meta device; `prefix`: their name in it; `stays`: names of parameters
-        that are never trained."""
+        """`layers`: those of the model, on the meta device; `prefix`: their name in it."""
         self._spec, self._dtype = spec, dtype
         self._prefixes = [f"{prefix}.{index}.{name}." for index, name in enumerate(spec.branches)]
         self._templates: dict[int, nn.Module] = {}
         for index in sorted({spec.structures[i] for i, name in enumerate(spec.branches) if name is not None}):
             module = copy.deepcopy(layers[index].get_submodule(str(spec.branches[index])))
-            for path, owner in module.named_modules():
-                for key, parameter in owner._parameters.items():
-                    if parameter is not None:
-                        name = f"{path}.{key}" if path else key
-                        trained = self._prefixes[index] + name not in stays
-                        owner._parameters[key] = skeleton.placeholder(parameter, device, dtype, trained=trained)
+            skeleton.empty(module, self._prefixes[index], spec.frozen_params, device, dtype)
             self._templates[index] = module
 
-    def forward(self, index: int, weights: Mapping[str, Tensor], x: Tensor, sent: Sequence[Tensor]) -> Tensor:
+    def forward(self, index: int, weights: Tensors, x: Tensor, sent: Sequence[Tensor]) -> Tensor:
         """x [n, hidden], what layer `index` makes without its branch, with the branch's output added."""
         with torch.no_grad():
             result: Tensor = self._bound(index, weights)(*self._typed(sent))
             return result.add_(x)
 
     def backward(
-        self, index: int, weights: Mapping[str, Tensor], sent: Sequence[Tensor], dy: Tensor, grads: Mapping[str, Tensor]
+        self, index: int, weights: Tensors, sent: Sequence[Tensor], dy: Tensor, grads: Tensors
     ) -> list[Tensor]:
         """Gradients of what was `sent`, of those that have any, for dy [n, hidden]; adds the parameters' to `grads`."""
         module, sums = self._bound(index, weights), grads if isinstance(grads, GradientSums) else GradientSums(grads)
@@ -98,7 +86,7 @@ class BranchRunner:
         given = zip(sent, self._spec.sent, strict=True)
         return [t.view(-1, e.width).to(self._dtype if e.has_gradient else torch.int64) for t, e in given]
 
-    def _bound(self, index: int, weights: Mapping[str, Tensor]) -> nn.Module:
+    def _bound(self, index: int, weights: Tensors) -> nn.Module:
         module = self._templates[self._spec.structures[index]]
         for name, parameter in module.named_parameters():
             parameter.data = weights[self._prefixes[index] + name]

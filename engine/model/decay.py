@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,11 +24,8 @@ _TOLERANCE = 1e-2
 
 
 def undecayed_matrices(model: PreTrainedModel, attend: attention.Handler) -> frozenset[str]:
-    """Of the parameters of two or more dimensions of a (small) model on the CPU the names of biases and of norms'.
-
-    A bias is what is added to something of the tokens, whatever it is called; as of experts, of which it is looked up.
-    A norm is a module whose output does not change with the scale of its input. `attend` stands in for attention.
-    """
+    """Of the matrices of a (small) model on the CPU the names of biases, which are added to something of the tokens,
+    and of norms', whose output does not change with the scale of their input. `attend` stands in for attention."""
     matrices: dict[str, Tensor] = {
         name: parameter for name, parameter in model.named_parameters() if parameter.ndim > 1
     }
@@ -44,17 +42,14 @@ def undecayed_matrices(model: PreTrainedModel, attend: attention.Handler) -> fro
             if (scaled - output).norm() < _TOLERANCE * (output - nothing).norm():
                 norms.add(owners[module])
 
-    hooks = [module.register_forward_hook(look, with_kwargs=True) for module in owners]
     positions = torch.arange(_TOKENS)[None]
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     kwargs = {"position_ids": positions} if takes_positions else {}
     summands = _Summands(matrices)
-    try:
-        with torch.no_grad(), attention.use(attend), summands:
-            model(input_ids=positions % 7 + 3, use_cache=False, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad(), attention.use(attend), summands:
+        for module in owners:
+            hooks.enter_context(module.register_forward_hook(look, with_kwargs=True))
+        model(input_ids=positions % 7 + 3, use_cache=False, **kwargs)
     return frozenset(summands.found | {name for name in matrices if name.rpartition(".")[0] + "." in norms})
 
 

@@ -36,12 +36,9 @@ META = torch.device("meta")
 
 
 def find_graph_bytes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> None:
-    """Note in `spec.graph_bytes`, unless it is there, what a saved LayerGraph takes of each layer, in bytes a token.
-
-    Of a layer that runs eagerly, weights and log-sum-exp excluded, or of a `compiled` one, which takes seconds per
-    structure and saves no more. None for a layer that cannot run without data, or not be compiled; what else a layer
-    raises is raised here.
-    """
+    """Note in `spec.graph_bytes`, unless it is there, what a saved LayerGraph takes of each layer, in bytes a token;
+    `compiled` takes seconds per structure. Weights and log-sum-exp are excluded; None for a layer that cannot run
+    without data, or not be compiled. Raises what else a layer raises."""
     kind = (spec.config.to_json_string(use_diff=False), type(spec.config).__name__, dtype, compiled)
     key = (*kind, spec.frozen_params, repr(spec.adapter))
     if key not in _measured:
@@ -135,9 +132,5 @@ def _inputs(frame: Skeleton, tokens: int) -> LayerInputs:
     with torch.no_grad():
         calls = frame.calls(torch.arange(tokens))
 
-    def on_meta(tensor: Tensor) -> Tensor:
-        return tensor.to(META)
-
-    return LayerInputs(
-        tuple(LayerCall(*pytree.tree_map_only(Tensor, on_meta, (call.args, call.kwargs))) for call in calls)
-    )
+    on_meta = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(META), [(call.args, call.kwargs) for call in calls])
+    return LayerInputs(tuple(LayerCall(*call) for call in on_meta))

@@ -1,19 +1,22 @@
-"""Linear modules that read one tensor, and whose weights lie one behind the other, as one product.
-
-Queries, keys and values are three products of one tensor, the two halves of a gated MLP are two. In a layer's flat
-buffer their weights are the rows of one matrix, of which nothing has to be copied: one larger kernel takes the place of
-several, forward, for the gradient of what they read and for those of the weights.
-"""
+"""Linear modules that read one tensor, and whose weights lie one behind the other, as one product: queries, keys and
+values, or the two halves of a gated MLP. Their weights are the rows of one matrix, so nothing is copied, and one larger
+kernel takes the place of several, forward and for both gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.model import skeleton
-from penstock.engine.model.recompute import sharing_copy
+
+
+def sharing_copy(layer: nn.Module) -> nn.Module:
+    """A copy of `layer` with the same parameters and buffers."""
+    shared = [*layer.parameters(), *layer.buffers()]
+    return copy.deepcopy(layer, {id(tensor): tensor for tensor in shared})
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
@@ -38,32 +41,22 @@ class _Rest:
 
 
 class _Part(nn.Module):
-    """Stands where a linear module of a product stood, of whose output it hands on its own columns.
+    """Stands where a linear module of a product stood, and hands on its own columns of the output. The one that is
+    called first has the `whole` product and computes the columns of all, `sizes` of each."""
 
-    The one that is called first computes them all.
-    """
-
-    def __init__(self, linear: nn.Linear, rest: _Rest) -> None:
+    def __init__(
+        self, linear: nn.Linear, rest: _Rest, whole: nn.Linear | None = None, sizes: Sequence[int] = ()
+    ) -> None:
         super().__init__()
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
-        self.rest = rest
+        self.rest, self.whole, self.sizes = rest, whole, list(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        y, *self.rest.outputs = self.rest.outputs
-        return y
-
-
-class _FirstPart(_Part):
-    def __init__(self, linear: nn.Linear, rest: _Rest, whole: nn.Linear, sizes: Sequence[int]) -> None:
-        super().__init__(linear, rest)
-        self.whole, self.sizes = whole, list(sizes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        outputs = self.rest.outputs if self.whole is None else self.whole(x).split(self.sizes, dim=-1)
         y: Tensor
-        y, *self.rest.outputs = self.whole(x).split(self.sizes, dim=-1)
+        y, *self.rest.outputs = outputs
         return y
 
 
@@ -78,22 +71,20 @@ class JoinedTwin:
         self._bound: list[tuple[nn.Linear, Tensor, Sequence[str]]] = []
         """Each product's module, its weight while there is none, and the modules whose weights are its rows."""
         for names in groups:
-            linears = [self.module.get_submodule(name) for name in names]
-            assert all(isinstance(linear, nn.Linear) for linear in linears)
-            self._join(names, linears)  # type: ignore[arg-type]
-
-    def _join(self, names: Sequence[str], linears: Sequence[nn.Linear]) -> None:
-        like, sizes = linears[0].weight, [linear.out_features for linear in linears]
-        has_bias = linears[0].bias is not None
-        whole = nn.Linear(linears[0].in_features, sum(sizes), bias=has_bias, device="meta")
-        for key, parameter in list(whole.named_parameters()):
-            setattr(whole, key, skeleton.placeholder(parameter, like.device, like.dtype, trained=like.requires_grad))
-        self._bound.append((whole, whole.weight.data, names))
-        rest = _Rest()
-        self.module.set_submodule(names[0], _FirstPart(linears[0], rest, whole, sizes))
-        for name, linear in zip(names[1:], linears[1:], strict=True):
-            self.module.set_submodule(name, _Part(linear, rest))
-        self.members[f"{names[0]}.whole"] = names
+            modules = map(self.module.get_submodule, names)
+            linears = [module for module in modules if isinstance(module, nn.Linear)]
+            like, sizes = linears[0].weight, [linear.out_features for linear in linears]
+            has_bias = linears[0].bias is not None
+            whole = nn.Linear(linears[0].in_features, sum(sizes), bias=has_bias, device="meta")
+            for key, parameter in list(whole.named_parameters()):
+                empty = skeleton.placeholder(parameter, like.device, like.dtype, trained=like.requires_grad)
+                setattr(whole, key, empty)
+            self._bound.append((whole, whole.weight.data, names))
+            rest = _Rest()
+            for name, linear in zip(names, linears, strict=True):
+                first = name == names[0]
+                self.module.set_submodule(name, _Part(linear, rest, whole if first else None, sizes))
+            self.members[f"{names[0]}.whole"] = names
 
     def bind(self, find: Callable[[str], Tensor]) -> None:
         """Point the products at the weights of their members; `find` gives a parameter of the layer by its name."""
@@ -110,25 +101,24 @@ class JoinedTwin:
 def readers_of_one(
     layer: nn.Module, names: Sequence[str], run: Callable[[nn.Module], Tensor]
 ) -> tuple[tuple[str, ...], ...]:
-    """Those of the layer's linear modules `names` that are given the very same tensor, in the order they are called.
+    """Those of the layer's linear modules `names`, each of which is called once, that are given the very same tensor,
+    in the order of their calls. `run(layer)` is the layer's output."""
+    calls = inputs_of(layer, names, run)
+    readers: dict[int, list[str]] = {}
+    for name, x in calls:
+        readers.setdefault(id(x), []).append(name)
+    return tuple(tuple(group) for group in readers.values() if len(group) > 1)
 
-    `run(layer)` is the layer's output; each of the modules is called once.
-    """
-    seen: list[tuple[Tensor, list[str]]] = []
 
-    def note(name: str, x: Tensor) -> None:
-        for tensor, readers in seen:
-            if tensor is x:
-                readers.append(name)
-                return
-        seen.append((x, [name]))
-
+def inputs_of(layer: nn.Module, names: Iterable[str], run: Callable[[nn.Module], Tensor]) -> list[tuple[str, Tensor]]:
+    """Each call of the layer's modules `names` while it runs, in order: the module's name and its input."""
+    calls: list[tuple[str, Tensor]] = []
     hooks = [
-        layer.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+        layer.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: calls.append((name, args[0])))
         for name in names
     ]
     with torch.no_grad():
         run(layer)
     for hook in hooks:
         hook.remove()
-    return tuple(tuple(readers) for _, readers in seen if len(readers) > 1)
+    return calls

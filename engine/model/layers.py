@@ -1,15 +1,14 @@
 """Running decoder layers on one chunk, forward and backward, with weights that live elsewhere.
 
-Layers of one structure share one template, an unmodified transformers layer whose parameters are pointed at the given
-views of a flat buffer. A layer can be run from end to end (`forward`, `backward`), with attention taken from the
-chunk's AttentionState; or in pieces around its attention, which is then computed elsewhere (`project`,
-`forward_given`, `graph`). The graph of a forward can be saved for its backward (`save_graph`, `graph`).
+Layers of one structure share one template, an unmodified transformers layer whose parameters are pointed at views of a
+flat buffer. A layer runs from end to end (`forward`, `backward`), or in pieces around its attention (`project`,
+`forward_given`, `graph`); a graph can be saved for its backward (`save_graph`, `graph`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +19,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from penstock.engine.attention import chunk as attention
-from penstock.engine.attention.chunk import AttentionCall, AttentionState
+from penstock.engine.attention.chunk import AttentionCall, AttentionState, Handler
 from penstock.engine.model import skeleton
 from penstock.engine.model.branches import Outbox, Sender
 from penstock.engine.model.joined import JoinedTwin
 from penstock.engine.model.layer_graph import LayerGraph, Projection, SavedTensors
-from penstock.engine.model.recompute import for_backward
 from penstock.engine.model.router import RouterBalance
-from penstock.engine.model.skeleton import LayerCall
+from penstock.engine.model.skeleton import LayerCall, Tensors
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.sums import Product, SummedTwin
 
@@ -61,6 +59,8 @@ class _Entry(torch.autograd.Function):
         return grads[0], None
 
 
+Ranges = Sequence[tuple[int, int]]
+"""First and end of some ranges of tokens."""
 Compiled = bool | Callable[..., Any]
 """Whether layers run through torch.compile, or by which backend of its own."""
 
@@ -70,11 +70,8 @@ class _Projected(BaseException):
 
 
 def holding_little(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A module that torch.compile runs, whose graph does not hold what elementwise operations make of the rest.
-
-    By itself the partitioner holds what a product of backward reads, the normed input or silu(gate) * up, even where it
-    is made of what is held as well: 136 KB a token of a layer of 8B instead of 99.
-    """
+    """A module that torch.compile runs, whose graph does not hold what elementwise operations make of the rest: by
+    itself the partitioner does where a product of backward reads it, 136 KB a token of a layer of 8B instead of 99."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with functorch_config.patch(ban_recompute_materialized_backward=False):
@@ -84,56 +81,38 @@ def holding_little(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Template:
-    """One layer module that computes any layer of its structure; `unread`, `summed`, `joined` as in ModelSpec."""
+    """One layer module that computes any layer of the structure of layer `index`."""
 
     def __init__(
-        self,
-        layer: nn.Module,
-        unread: str | None,
-        summed: Sequence[str],
-        joined: Sequence[Sequence[str]],
-        frozen: Container[str],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        compile: Compiled,
+        self, layer: nn.Module, spec: ModelSpec, index: int, prefix: str, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`frozen`: names in the layer of parameters that want no gradient."""
-        for name, part in layer.named_modules():
-            for key, parameter in part._parameters.items():
-                if parameter is not None:
-                    trained = (f"{name}.{key}" if name else key) not in frozen
-                    part._parameters[key] = skeleton.placeholder(parameter, device, dtype, trained=trained)
+        """`prefix` begins the names of the layer's parameters."""
+        joined, unread, frozen = spec.joined[index], spec.unread[index], spec.frozen_params
+        skeleton.empty(layer, prefix, frozen, device, dtype)
         self.parameters = dict(layer.named_parameters())
         self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self._placeholders = {name: parameter.data for name, parameter in self.parameters.items()}
         self.buffers = dict(layer.named_buffers())
         self.plain, self._joined = layer, JoinedTwin(layer, joined)
         in_one = {name for members in joined for name in members}
-        alone = [name for name in summed if f"{name}.weight" in self.trained and f"{name}.bias" not in frozen]
+        alone = [n for n in spec.summed[index] if f"{n}.weight" in self.trained and f"{prefix}{n}.bias" not in frozen]
         names = {name: (name,) for name in alone if name not in in_one} | self._joined.members
         whole = self._joined.module
-        base = whole if unread is None or unread in names else for_backward(whole, unread)
         self.saving = SummedTwin(whole, names, None)
         """Its forward with a graph to save, and what backward recomputes."""
-        self.recomputed = SummedTwin(base, names, unread)
+        self.recomputed = SummedTwin(whole, names, unread)
         self.modules = (whole, self.saving.module, self.recomputed.module)
-        self.forward: Callable[..., Any]
-        self.recompute: Callable[..., Any]
-        self.save_graph: Callable[..., Any]
-        """Forward with a graph to save."""
-        self.compile(compile)
-
         self._indices: dict[int, list[tuple[nn.Module, str, Any]]] = {}
 
     def compile(self, compiled: Compiled) -> None:
-        """Run through torch.compile from now on, or eagerly."""
-        layer, saving, twin = self.modules
-        # One graph per chunk length: a general-size graph would also slow down the usual length.
-        backend = "inductor" if compiled is True else compiled
-        self.forward = torch.compile(layer, dynamic=False, backend=backend) if backend else layer
-        self.recompute = torch.compile(twin, dynamic=False, backend=backend) if backend else twin
-        self.save_graph = holding_little(torch.compile(saving, dynamic=False, backend=backend)) if backend else saving
+        """Run through torch.compile from now on, or eagerly: forward, forward with a graph to save, and recompute."""
+        run: list[Callable[..., Any]] = [*self.modules]
+        if compiled:
+            # One graph per chunk length: a general-size graph would also slow down the usual length.
+            backend = "inductor" if compiled is True else compiled
+            run = [torch.compile(module, dynamic=False, backend=backend) for module in self.modules]
+            run[1] = holding_little(run[1])
+        self.forward, self.save_graph, self.recompute = run
 
     def adopt(self, index: int, layer: nn.Module) -> None:
         """Know of itself what `layer`, the model's layer `index`, knows of its place in the model."""
@@ -149,7 +128,7 @@ class _Template:
             parameter.data = self._placeholders[name]
         self._joined.unbind()
 
-    def bind(self, weights: Mapping[str, Tensor], prefix: str) -> None:
+    def bind(self, weights: Tensors, prefix: str) -> None:
         for name, parameter in self.parameters.items():
             parameter.data = weights[prefix + name]
         self._joined.bind(lambda name: weights[prefix + name])
@@ -169,27 +148,16 @@ class LayerRunner:
         compile: Compiled,
         balance: RouterBalance | None = None,
     ) -> None:
-        """`layers`: those of a model on the meta device with its buffers on `device`; `prefix`: their name in it.
-
-        `balance`: looks at their routers; whoever runs layers tells it what is run.
-        """
+        """`layers`: those of a model on the meta device with its buffers on `device`, `prefix` their name in it."""
         self._spec, self._layers, self._device, self._dtype = spec, layers, device, dtype
         self._prefixes = [f"{prefix}.{index}." for index in range(len(layers))]
-        stays, self._outbox = spec.frozen_params, Outbox()
+        self._outbox = Outbox()
         self._buffers = [dict(layer.named_buffers()) for layer in layers]
         self._templates = {
-            index: _Template(
-                self._without_branch(layers[index], index),
-                spec.unread[index],
-                spec.summed[index],
-                spec.joined[index],
-                {name.removeprefix(own) for name in stays if name.startswith(own := self._prefixes[index])},
-                device=device,
-                dtype=dtype,
-                compile=compile,
-            )
-            for index in sorted(set(spec.structures))
+            i: _Template(self._without_branch(layers[i], i), spec, i, self._prefixes[i], device, dtype)
+            for i in sorted(set(spec.structures))
         }
+        self.compile(compile)
         self.sent: tuple[Tensor, ...] = ()
         """What the layer that was run last handed to its branch."""
         self.balance = balance
@@ -216,9 +184,7 @@ class LayerRunner:
 
     # ------------------------------------------------------------------ from end to end
 
-    def states(
-        self, index: int, documents: Sequence[int], ranges: Sequence[tuple[int, int]]
-    ) -> list[AttentionState] | list[None]:
+    def states(self, index: int, documents: Sequence[int], ranges: Ranges) -> list[AttentionState] | list[None]:
         """Attention of layer `index` for the chunks `ranges` of one stream: windows shared, in memory of their own."""
         shape, total = self._spec.attention[index], ranges[-1][1]
         if shape is None:
@@ -240,17 +206,15 @@ class LayerRunner:
     def forward(
         self,
         index: int,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         inputs: LayerInputs,
         state: AttentionState | None,
         *,
-        keys: Sequence[tuple[int, int]] | None = None,
+        keys: Ranges | None = None,
     ) -> Tensor:
         """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention).
-
-        `keys`: attention goes over these ranges of the stream one at a time; None: over all keys at once.
-        """
+        `keys`: attention goes over these ranges of the stream one at a time; None: over all keys at once."""
         with torch.no_grad():
             if state is None:
                 return self._run(index, weights, x[None], inputs, None)
@@ -263,44 +227,35 @@ class LayerRunner:
             return self.forward_given(index, weights, x, inputs, state.out)
 
     def forward_by(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        handler: attention.Handler | None,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None
     ) -> Tensor:
-        """Output [n, hidden] of layer `index` for x [n, hidden], with attention by `handler` (None: it has none).
-
-        Never compiled: n may be another each time, and each would be a graph of its own.
-        """
+        """Output [n, hidden] of layer `index` for x [n, hidden], with attention by `handler` (None: it has none). Never
+        compiled: each n would be a graph of its own."""
         with torch.no_grad():
             return self._run(index, weights, x[None], inputs, handler, self._template(index).plain)
 
     def backward(
         self,
         index: int,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         dy: Tensor,
         inputs: LayerInputs,
         state: AttentionState | None,
-        grads: Mapping[str, Tensor],
+        grads: Tensors,
         *,
-        keys: Sequence[tuple[int, int]] | None = None,
+        keys: Ranges | None = None,
         dsent: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`.
-
-        The layer is recomputed from its input x around the attention output saved in `state`. Chunks of one stream come
-        in reverse order. `keys`: as in `forward`. `dsent`: the gradients of what it handed to its branch.
-        """
+        """Gradient [n, hidden] of layer `index`'s input for dy [n, hidden]; adds to `grads`. The layer is recomputed
+        from its input x around the attention output in `state`; chunks of a stream come in reverse order. `keys`: as in
+        `forward`. `dsent`: the gradients of what it handed to its branch."""
         if state is None or keys is None:
             handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
             graph = self._graph(index, weights, x, inputs, handler, save_graph=False)
             graph.top(weights, dy, grads, dsent)
             return graph.dx()
-        graph = self.graph(index, weights, x, inputs, lambda p: state.out, save_graph=False)
+        graph = self.graph(index, weights, x, inputs, state.out, save_graph=False)
         dout = graph.top(weights, dy, grads, dsent)
         assert dout is not None
         assert graph.projection is not None
@@ -322,18 +277,13 @@ class LayerRunner:
 
     # ------------------------------------------------------------------ in pieces
 
-    def project(self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs) -> Projection:
+    def project(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs) -> Projection:
         """What layer `index` asks of attention for x [n, hidden]; nothing after that is computed."""
         with torch.no_grad():
             return self._project(index, weights, x[None], inputs)
 
     def _project(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        run: Callable[..., Any] | None = None,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, run: Callable[..., Any] | None = None
     ) -> Projection:
         def leave(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
             raise _Projected(Projection(q, k, v, call))
@@ -345,44 +295,29 @@ class LayerRunner:
             return projection
         raise AssertionError(f"layer {index} does not attend")
 
-    def forward_given(
-        self, index: int, weights: Mapping[str, Tensor], x: Tensor, inputs: LayerInputs, out: Tensor
-    ) -> Tensor:
+    def forward_given(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor) -> Tensor:
         """Output [n, hidden] of layer `index` for x [n, hidden] and the output of its attention."""
         with torch.no_grad():
             return self._run(index, weights, x[None], inputs, lambda q, k, v, call: out)
 
     def graph(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        attend: Callable[[Projection], Tensor],
-        *,
-        save_graph: bool,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor, *, save_graph: bool
     ) -> LayerGraph:
-        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output `attend` gives.
-
-        `save_graph`: the graph is to last while the slots of the weights, of x and of attention's output serve others.
-        Otherwise it is for backward at once, and what nobody reads of the layer's output is left out.
-        """
+        """Run layer `index` on x [n, hidden] with a graph cut at attention, whose output is `out`; with `save_graph`
+        one that outlasts the slots of weights, x and `out`, else for backward at once, without what nobody reads."""
         seen: list[Projection] = []
-        leaves: list[Tensor] = []
+        out = (out.clone() if save_graph else out.detach()).requires_grad_()
 
         def handle(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
             seen.append(Projection(q, k, v, call))
-            with torch.no_grad():
-                out = attend(Projection(q.detach(), k.detach(), v.detach(), call))
-            leaves.append((out.clone() if save_graph else out.detach()).requires_grad_())
-            return leaves[0]
+            return out
 
         graph = self._graph(index, weights, x, inputs, handle, save_graph=save_graph)
-        graph.projection, graph.out = seen[0], leaves[0]
+        graph.projection, graph.out = seen[0], out
         leaf = graph.x  # not the graph: what refers to itself lives until garbage is collected
         assert isinstance(leaf, Tensor)
 
-        def project(weights: Mapping[str, Tensor]) -> tuple[Projection, Sequence[Product]]:
+        def project(weights: Tensors) -> tuple[Projection, Sequence[Product]]:
             template = self._template(index)
             products, _, _ = self._summed(index, template.recomputed, leaf[0])
             return self._project(index, weights, leaf, inputs, template.recompute), products
@@ -391,18 +326,10 @@ class LayerRunner:
         return graph
 
     def save_graph(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        handler: attention.Handler | None,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None
     ) -> tuple[LayerGraph, Tensor]:
-        """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it.
-
-        Returns the graph, which holds of x, and of what `handler` gives, what backward wants of it as it is, and the
-        output [n, hidden], which it does not hold.
-        """
+        """Run layer `index` on x [n, hidden] with a graph to keep, with attention by `handler` (None: none) in it: the
+        graph, which holds what backward wants of x and of `handler`'s output as it is, and the output [n, hidden]."""
         template, hooks = self._template(index), SavedTensors(weights)
         products, names, parameters = self._summed(index, template.saving, x)
         with torch.enable_grad():
@@ -420,14 +347,7 @@ class LayerRunner:
         return graph, y.detach()
 
     def _graph(
-        self,
-        index: int,
-        weights: Mapping[str, Tensor],
-        x: Tensor,
-        inputs: LayerInputs,
-        handler: attention.Handler | None,
-        *,
-        save_graph: bool,
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None, *, save_graph: bool
     ) -> LayerGraph:
         template = self._template(index)
         products, names, parameters = self._summed(index, template.saving if save_graph else template.recomputed, x)
@@ -473,10 +393,10 @@ class LayerRunner:
     def _run(
         self,
         index: int,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         inputs: LayerInputs,
-        handler: attention.Handler | None,
+        handler: Handler | None,
         run: Callable[..., Any] | None = None,
     ) -> Tensor:
         """The layer's output [n, hidden] for x [1, n, hidden], by `run`, one of its template's ways; None: forward."""
@@ -490,15 +410,15 @@ class LayerRunner:
         if handler is None:
             output = run(x, *call.args, **call.kwargs)
         else:
-            with attention.use(self._with_window(index, handler)):
+            shape, attend = self._spec.attention[index], handler
+            assert shape is not None, "attention of a layer without it"
+            window = shape.window  # which a layer that leaves it to the mask does not pass on
+
+            def in_window(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+                return attend(q, k, v, call if call.window else replace(call, window=window))
+
+            with attention.use(in_window):
                 output = run(x, *call.args, **call.kwargs)
         self.sent = self._outbox.take()
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y.squeeze(0)  # an index would copy the gradient on the way back
-
-    def _with_window(self, index: int, handler: attention.Handler) -> attention.Handler:
-        """`handler` told of the layer's window, which a layer that leaves it to the mask does not pass on."""
-        shape = self._spec.attention[index]
-        assert shape is not None, "attention of a layer without it"
-        window = shape.window
-        return lambda q, k, v, call: handler(q, k, v, call if call.window else replace(call, window=window))

@@ -1,9 +1,8 @@
 """Cross entropy and its gradient, block of rows by block of rows, in the memory of the logits themselves.
 
-At 152,000 vocabulary entries a row of logits is 300 KB in bfloat16 and a chunk of 16,384 tokens has 5 GB of them. So
-the head makes logits for as many rows as a limit allows (`rows_at_once`), and their gradient takes their place
-(`cross_entropy_`); float32 exists only for a few rows at a time. More rows at once mean fewer passes over the gradient
-of the output matrix, which every such sub-chunk adds to once.
+A chunk of 16,384 tokens has 5 GB of logits in bfloat16 at 152,000 vocabulary entries. So the head makes logits for as
+many rows as a limit allows (`rows_at_once`), as each such piece adds to the gradient of the output matrix; float32
+exists only for a few rows at a time.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ def rows_at_once(logits_bytes: int, cost: LogitsCost) -> int:
 
 
 def even_pieces(tensor: Tensor, most: int) -> Sequence[Tensor]:
-    """`tensor` [n, ...] cut along its rows into as few pieces of at most `most` as there can be, alike within one row.
-
-    A rest of a few rows would be another problem for kernels and for the allocator, at nearly the price of a whole one.
-    """
+    """`tensor` [n, ...] cut along its rows into as few pieces of at most `most` as there can be, alike within one row:
+    a rest of a few rows would cost kernels and allocator nearly as much as a whole one."""
     return tensor.tensor_split(max(1, -(-tensor.shape[0] // most)))
 
 
@@ -90,9 +87,8 @@ class CrossEntropy:
         """Sum over rows of weight x cross entropy (float64, 0-dim) of logits [n, vocab]; leaves in `logits` the
         gradient of scale x the sum over rows of weight x (cross entropy + z_loss x logsumexp(row)^2).
 
-        labels: int64 [n]; weights: float64 [n]. Rows are taken to float32 `work_bytes` at a time, at least one (float64
-        stays float64). The second term, which keeps the logits' partition function near 1, is PaLM's (arXiv 2204.02311,
-        section 5); what is returned is without it.
+        labels: int64 [n]; weights: float64 [n]. `work_bytes` of rows are in float32 at a time, at least one (float64
+        stays). The second term is PaLM's (arXiv 2204.02311, section 5); what is returned is without it.
         """
         dtype = torch.promote_types(logits.dtype, torch.float32)
         factor = torch.full((), scale, dtype=dtype, device=logits.device)

@@ -29,8 +29,6 @@ FUNCTION = "load_balancing_loss_func"
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How a model routes."""
-
     module: type[nn.Module]
     index: int
     """Which of that module's outputs are its logits, [rows, experts]."""
@@ -46,15 +44,13 @@ def own_coefficient(config: PretrainedConfig) -> float:
 
 def router_coefficient(config: PretrainedConfig, wanted: float | None, *, recurrent: bool = False) -> float:
     """Weight of the load-balancing loss: what is `wanted`, else the config's where that switches the loss on; 0: none.
-
-    Raises UserError where there is to be one and the model defines none, or carries a state from token to token.
-    """
+    Raises UserError where the model defines none, or carries a state from token to token."""
     if wanted is None:
         wanted = own_coefficient(config)
     if not wanted:
         return 0.0
     kind = config.model_type
-    if _recorder(_model_class(config)) is None:
+    if _recorder(AutoModelForCausalLM._model_mapping.get(type(config), None)) is None:
         raise UserError(
             f"train.router_aux_loss: {wanted:g}, but model type '{kind}' defines no such loss; leave it out"
         )
@@ -66,14 +62,10 @@ def router_coefficient(config: PretrainedConfig, wanted: float | None, *, recurr
     return float(wanted)
 
 
-def _model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    result: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    return result if isinstance(result, type) else None
-
-
-def _recorder(model: type[PreTrainedModel] | None) -> OutputRecorder | None:
-    """What transformers looks at for the router's logits, of a model with such a loss over one kind of router."""
-    if model is None or not hasattr(sys.modules[model.__module__], FUNCTION):
+def _recorder(model: Any) -> OutputRecorder | None:
+    """What transformers looks at for the router's logits, of a class of models with such a loss over one kind of
+    router."""
+    if not isinstance(model, type) or not hasattr(sys.modules[model.__module__], FUNCTION):
         return None
     result = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     return result if isinstance(result, OutputRecorder) else None
@@ -98,11 +90,8 @@ def balancing_loss(model: PreTrainedModel, logits: list[tuple[Tensor, ...]]) -> 
 
 
 class RouterBalance:
-    """Counts where the routers of a step's layers send its tokens, and adds the loss's gradient in backward.
-
-    It is told what is run next (`watch`), of each step first all of forward; between that and backward `settle`. All of
-    it on the lane that computes.
-    """
+    """Counts where the routers of a step's layers send its tokens, and adds the loss's gradient in backward. All on the
+    lane that computes: `watch` says what is run next, first all of a step's forward; then `settle`, and backward."""
 
     def __init__(self, router: Router, coefficient: float, num_layers: int, device: torch.device) -> None:
         """`num_layers`: those that route."""
@@ -119,7 +108,6 @@ class RouterBalance:
                 part.register_forward_hook(self._hook)
 
     def begin(self) -> None:
-        """A step begins."""
         self.counts.zero_()
 
     def watch(self, num_rows: int, *, counting: bool) -> None:
@@ -136,7 +124,9 @@ class RouterBalance:
         logits = output[self._router.index]
         if self._counting:
             with torch.no_grad():
-                self._count(logits.detach()[: self.num_rows])
+                p = torch.softmax(logits.detach()[: self.num_rows], dim=-1)
+                marks = torch.zeros(p.shape, dtype=torch.float64, device=p.device)
+                self.counts += marks.scatter_(1, p.topk(self._router.top_k, dim=-1).indices, 1.0).sum(dim=0)
         if not torch.is_grad_enabled() or not logits.requires_grad:
             return output
         carriers = [i for i, part in enumerate(output) if isinstance(part, Tensor) and part.requires_grad]
@@ -144,11 +134,6 @@ class RouterBalance:
         carrier = next((i for i in carriers if i != self._router.index), self._router.index)
         carried = _Balanced.apply(output[carrier], logits, self, self.num_rows)  # type: ignore[no-untyped-call]
         return (*output[:carrier], carried, *output[carrier + 1 :])
-
-    def _count(self, logits: Tensor) -> None:
-        chosen = torch.softmax(logits, dim=-1).topk(self._router.top_k, dim=-1).indices
-        marks = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
-        self.counts += marks.scatter_(1, chosen, 1.0).sum(dim=0)
 
 
 class _Balanced(torch.autograd.Function):

@@ -1,9 +1,5 @@
-"""Running the blocks of a model on one chunk, forward and backward, with weights that live elsewhere.
-
-A `ModelRunner` holds no weights: every call is given views of the flat buffer that just arrived, and gradients are
-added into float32 views of another. Layers are run by model/layers.py; what surrounds them is the model's own forward
-(engine/model/skeleton.py).
-"""
+"""Running the blocks of a model on one chunk, forward and backward, with weights that live elsewhere: layers by
+model/layers.py, what surrounds them by the model's own forward (model/skeleton.py)."""
 
 from __future__ import annotations
 
@@ -19,18 +15,17 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.branches import BranchRunner
 from penstock.engine.model.layers import LayerInputs, LayerRunner
 from penstock.engine.model.router import RouterBalance, find_router
-from penstock.engine.model.skeleton import LayerCall, Skeleton
+from penstock.engine.model.skeleton import LayerCall, Skeleton, Tensors
 from penstock.engine.model.spec import ModelSpec, rotary_threshold
 from penstock.engine.model.tokens import ChunkTokens
 
 
 class ModelRunner:
-    """Computes the blocks of `spec` on `device` in `dtype`, chunk by chunk.
+    """Computes the blocks of `spec` on `device` in `dtype`, chunk by chunk, on one thread; results are deterministic.
 
-    Not thread-safe: all calls come from the compute lane. Results are deterministic. `weights` dictionaries hold, by
-    state-dict name, all parameters of the block's buffers in `dtype`; `grads` the names of those that are trained, as
-    float32 views into which gradients are added. Neither is kept after the call returns, except that a template goes on
-    pointing at the last weights it was given.
+    `weights` hold, by state-dict name, all parameters of the block's buffers in `dtype`, as views of flat buffers;
+    `grads` float32 views of those that are trained, into which gradients are added. A template goes on pointing at the
+    last weights that it was given; else neither is kept.
     """
 
     def __init__(
@@ -40,7 +35,7 @@ class ModelRunner:
         device: torch.device | str,
         dtype: torch.dtype,
         compile: bool = False,
-        constants: Mapping[str, Tensor] | None = None,
+        constants: Tensors | None = None,
         router_aux_loss: float = 0.0,
     ) -> None:
         """`constants`: values of `spec.constants`; the model's initial ones where not given. `router_aux_loss`: weight
@@ -62,7 +57,7 @@ class ModelRunner:
         self.layers = LayerRunner(
             spec, layers, prefix, device=self.device, dtype=dtype, compile=compile, balance=balance
         )
-        self.branches = BranchRunner(spec, layers, prefix, spec.frozen_params, device=self.device, dtype=dtype)
+        self.branches = BranchRunner(spec, layers, prefix, device=self.device, dtype=dtype)
         self._skeleton = Skeleton(
             model, device=self.device, dtype=dtype, returns=spec.returns, counting=spec.counts_positions
         )
@@ -76,12 +71,9 @@ class ModelRunner:
         self._cross_entropy = loss_terms.CrossEntropy(compile=compiled)
 
     def inputs(self, positions: Tensor, longest: Tensor | int | None) -> LayerInputs:
-        """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document).
-
-        `longest`: for each token the last position of its whole document (int64 [n], in host memory), or one for all.
-        Rotary tables that depend on a document's length come from it: each document has its own, in all chunks. Not
-        read where there are no such tables.
-        """
+        """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document). `longest`:
+        for each token the last position of its whole document (int64 [n], in host memory), or one for all, by which
+        rotary tables are made that depend on a document's length."""
         positions = positions.to(self.device)
         with torch.no_grad():
             if not self.spec.length_dependent_rotary:
@@ -116,22 +108,14 @@ class ModelRunner:
         leaves = {id(leaf): leaf for leaf in pytree.tree_leaves([(call.args, call.kwargs) for call in calls])}
         return [leaf.cpu().float().numpy().tobytes() for leaf in leaves.values() if isinstance(leaf, Tensor)]
 
-    def embed(self, weights: Mapping[str, Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, weights: Tensors, ids: Tensor, positions: Tensor) -> Tensor:
         """First layer's input [n, hidden] of token ids at positions (int64 [n])."""
         with torch.no_grad(), self._skeleton.bound(weights):
             return self._skeleton.embed(ids.to(self.device), positions.to(self.device))
 
-    def embed_backward(
-        self,
-        weights: Mapping[str, Tensor],
-        tokens: ChunkTokens,
-        dx: Tensor,
-        grads: Mapping[str, Tensor],
-    ) -> None:
-        """Add the embedding's gradient for dx [n, hidden], the gradient of `embed`'s result for these tokens.
-
-        The token table's gradient is computed for the chunk's distinct ids only, never for the whole vocabulary.
-        """
+    def embed_backward(self, weights: Tensors, tokens: ChunkTokens, dx: Tensor, grads: Tensors) -> None:
+        """Add the embedding's gradient for dx [n, hidden], the gradient of `embed`'s result for these tokens; the
+        table's is computed for the chunk's distinct ids only."""
         with (
             self._skeleton.compact_vocabulary(weights, tokens.distinct) as (compact, tables, padding),
             self._skeleton.bound(compact, self._frozen) as bound,
@@ -153,11 +137,11 @@ class ModelRunner:
 
     def head(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         tokens: ChunkTokens,
         loss_scale: float,
-        grads: Mapping[str, Tensor],
+        grads: Tensors,
         logits_bytes: int,
         *,
         z_loss: float = 0.0,
@@ -165,9 +149,8 @@ class ModelRunner:
         """Loss and gradients of the last layer's output x [n, hidden] against the labels of those tokens that have one.
 
         Returns the sum over labels of weight x cross entropy (float64, 0-dim, not scaled) and dx [n, hidden], the
-        gradient of loss_scale x that sum, and of its like over z_loss x logsumexp(logits)^2 (model/loss.py); adds the
-        parameters' gradients to `grads`. Logits exist for as many tokens at once as fit `logits_bytes` with all that
-        goes with them, at least one.
+        gradient of loss_scale x that sum and its z_loss (model/loss.py); adds to `grads`. Logits exist for as many
+        tokens at once as fit `logits_bytes`, at least one.
         """
         dx = torch.zeros_like(x)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -191,9 +174,7 @@ class ModelRunner:
                 del computed
         return loss, dx
 
-    def evaluate(
-        self, weights: Mapping[str, Tensor], x: Tensor, tokens: ChunkTokens, logits_bytes: int
-    ) -> tuple[Tensor, Tensor]:
+    def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> tuple[Tensor, Tensor]:
         """Of each target its log-probability, float64 [t], and whether it is the likeliest token, bool [t]."""
         scores = torch.zeros_like(tokens.labels, dtype=torch.float64)
         right = torch.zeros_like(tokens.labels, dtype=torch.bool)
@@ -208,12 +189,12 @@ class ModelRunner:
                 del logits
         return scores, right
 
-    def logits(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def logits(self, weights: Tensors, x: Tensor) -> Tensor:
         """Logits [n, vocab] of the last layer's output x [n, hidden]."""
         with torch.no_grad(), self._skeleton.bound(weights):
             return self._skeleton.logits(x)
 
-    def _find_logits_cost(self, bound: Mapping[str, Tensor]) -> loss_terms.LogitsCost:
+    def _find_logits_cost(self, bound: Tensors) -> loss_terms.LogitsCost:
         if self._logits_cost is None:
             x = torch.zeros(2, self.spec.hidden_size, dtype=self.dtype, device=self.device).requires_grad_()
             with torch.enable_grad():

@@ -57,11 +57,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
 
 
 def shrink(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> tuple[PretrainedConfig, list[int]]:
-    """A config of the same model type with few, small layers that cover every distinct layer of `config`.
-
-    Layers differ by what an `adapter` stands beside as well. Also returns, for every layer of `config`, the small
-    model's layer of the same structure. Raises UserError where the layers cannot be found.
-    """
+    """A config of the same model type with few, small layers that cover every distinct layer of `config` with its
+    `adapter`; for every layer of `config` the small one that is alike. UserError where layers cannot be found."""
     small, stand_ins = fewer_layers(config, adapter)
     for part in _parts(small):
         _shrink_fields(part)
@@ -69,10 +66,8 @@ def shrink(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> tu
 
 
 def fewer_layers(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> tuple[PretrainedConfig, list[int]]:
-    """`config` with the fewest first layers (at least two, if it has them) that hold every distinct layer structure.
-
-    Also returns, for every layer of `config`, the index of a kept layer with the same structure.
-    """
+    """`config` with the fewest first layers (at least two, if it has them) that hold every distinct layer structure;
+    and for every layer of `config` the index of a kept one with the same structure."""
     total = skeleton.num_layers(config)
     wanted = _structures(config, adapter)
     for count in range(min(total, 2), total):
@@ -99,7 +94,8 @@ def _with_layers(config: PretrainedConfig, total: int, count: int) -> Pretrained
         if isinstance(value, list) and len(value) == total:
             setattr(text, name, value[:count])
     text.num_hidden_layers = count
-    _put_overrides(text, {index: fields for index, fields in overrides.items() if int(index) < count})
+    if kept := {index: fields for index, fields in overrides.items() if int(index) < count}:
+        text.per_layer_config = kept
     return small
 
 
@@ -112,11 +108,6 @@ def _take_overrides(config: PretrainedConfig) -> dict[int | str, dict[str, Any]]
     }
     config.per_layer_config = None
     return overrides
-
-
-def _put_overrides(config: PretrainedConfig, overrides: dict[int | str, dict[str, Any]]) -> None:
-    if overrides:
-        config.per_layer_config = overrides
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -161,7 +152,8 @@ def _shrink_fields(config: PretrainedConfig) -> None:
         for name, value in fields.items():
             if isinstance(value, int) and isinstance(before.get(name), int) and value > 1:
                 fields[name] = max(1, getattr(config, name) * value // before[name])
-    _put_overrides(config, overrides)
+    if overrides:
+        config.per_layer_config = overrides
 
 
 def _shrink_rotary(config: PretrainedConfig) -> None:

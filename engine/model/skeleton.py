@@ -26,6 +26,9 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.model import adapters
 from penstock.storage.files.errors import UserError
 
+Tensors = Mapping[str, Tensor]
+"""By the parameter's state-dict name."""
+
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"})
 """Attributes in which transformers layers keep their own number; they do not make two layers different."""
 
@@ -39,11 +42,8 @@ class LayerCall:
 
 
 class TokensBefore:
-    """In place of a cache for layers that count their tokens by one: it says for each how many come before the first.
-
-    A layer takes a token's position to be its number in the call and what a cache has already; `offsets` (int64 [n])
-    makes that the position in the token's own document. Nothing is kept.
-    """
+    """In place of a cache for layers that count their tokens by one, to which a token's position is its number in the
+    call and what the cache has: `offsets` (int64 [n]) makes that the position in the token's own document."""
 
     def __init__(self, offsets: Tensor) -> None:
         self.offsets = offsets
@@ -71,13 +71,9 @@ def build(
     adapter: AdapterConfig | None = None,
     attention_by: str = attention.NAME,
 ) -> PreTrainedModel:
-    """The model of `config` in float32 and eval mode; on meta it takes no memory.
-
-    `attention_by`: what transformers calls the implementation of its attention; Penstock's unless another is given.
-
-    With an `adapter` it has peft's layers where that wants them (model/adapters.py). Raises UserError for a model that
-    has its own attention only.
-    """
+    """The model of `config` in float32 and eval mode; on meta it takes no memory. With an `adapter` it has peft's
+    layers (model/adapters.py). `attention_by`: what transformers calls the implementation of its attention. Raises
+    UserError for a model that has its own attention only."""
     attention.register()
     config = copy.deepcopy(config)
     config.use_cache = False
@@ -115,10 +111,7 @@ def _untrained_to_buffers(model: nn.Module) -> None:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The model's decoder layers and their name.
-
-    Raises UserError when there is not exactly one list of num_hidden_layers modules.
-    """
+    """The model's decoder layers and their name. UserError unless there is one list of num_hidden_layers modules."""
     count = num_layers(model.config)
     result = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     outermost = [(n, m) for n, m in result if not any(n.startswith(f"{other}.") for other, _ in result)]
@@ -185,8 +178,7 @@ class _SmallOnCpu(TorchFunctionMode):
 
 
 def constructed_values(model: PreTrainedModel, names: Collection[str]) -> dict[str, Tensor]:
-    """Those of the buffers and parameters `names` whose values the model's own constructor sets, on the CPU; the same
-    ones every time."""
+    """Those of the buffers and parameters `names` whose values the model's own constructor sets, on the CPU."""
     with _SmallOnCpu(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
@@ -237,6 +229,15 @@ def placeholder(parameter: Tensor, device: torch.device, dtype: torch.dtype, *, 
     return nn.Parameter(empty, requires_grad=trained)
 
 
+def empty(module: nn.Module, prefix: str, frozen: Container[str], device: torch.device, dtype: torch.dtype) -> None:
+    """Put placeholders in the place of a module's parameters; `frozen`: names, begun by `prefix`, of untrained ones."""
+    for path, part in module.named_modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                name = prefix + (f"{path}.{key}" if path else key)
+                part._parameters[key] = placeholder(parameter, device, dtype, trained=name not in frozen)
+
+
 class Skeleton:
     """The model around its layers, its non-layer parameters bound from outside."""
 
@@ -271,13 +272,8 @@ class Skeleton:
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._rotary = LengthState(model, self.layers)
 
-    @property
-    def parameters(self) -> dict[str, torch.Size]:
-        """Names and shapes of the parameters outside the layers; shared ones once."""
-        return {name: p.shape for name, p in self._placeholders.items()}
-
     @contextmanager
-    def bound(self, tensors: Mapping[str, Tensor], frozen: Container[str] = ()) -> Iterator[dict[str, nn.Parameter]]:
+    def bound(self, tensors: Tensors, frozen: Container[str] = ()) -> Iterator[dict[str, nn.Parameter]]:
         """Inside the block the model computes with `tensors`; yields the parameters that stand for them, of which those
         in `frozen` want no gradient."""
         given = {
@@ -293,7 +289,7 @@ class Skeleton:
 
     @contextmanager
     def compact_vocabulary(
-        self, tensors: Mapping[str, Tensor], distinct: Tensor
+        self, tensors: Tensors, distinct: Tensor
     ) -> Iterator[tuple[dict[str, Tensor], dict[str, int], int | None]]:
         """Inside the block the token table has rows for the ids `distinct` [u] only, in that order.
 
@@ -301,10 +297,7 @@ class Skeleton:
         cut down -> the axis of the ids; and the padding id, which is to get no gradient (None: there is none; inside
         the block the table knows none).
         """
-        outer: Any = self.model.get_input_embeddings()
-        module: Any = adapters.base_module(outer)
-        # Of an adapter's table the ids are the columns.
-        axes = {id(module): 0} | {id(part): 1 for part in adapters.id_columns(outer)}
+        module, axes = adapters.id_axes(self.model.get_input_embeddings())
         sites = ((name, id(part)) for name, places in self._sites.items() for part, _ in places)
         tables = {name: axes[part] for name, part in sites if part in axes and name in tensors}
         padding = getattr(module, "padding_idx", None)

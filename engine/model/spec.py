@@ -40,11 +40,8 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Attention of one layer.
-
-    `window` counts the visible keys including the query's own, None sees all; with `chunk` a token sees only the keys
-    of its own block of so many tokens, counted from the document's start.
-    """
+    """Attention of one layer. `window`: visible keys, the query's own included; None: all. With `chunk` a token sees
+    only the keys of its own block of so many tokens, counted from the document's start."""
 
     heads: int
     kv_heads: int
@@ -86,7 +83,7 @@ class ModelSpec:
     structures: tuple[int, ...]
     """For each layer the index of the first layer that computes the same function of its parameters."""
     unread: tuple[str | None, ...] = field(repr=False)
-    """Per layer: its linear module whose output no gradient depends on, relative to the layer (model/recompute.py)."""
+    """Per layer: its linear module whose output no gradient depends on, relative to the layer (model/sums.py)."""
     summed: tuple[tuple[str, ...], ...] = field(repr=False)
     """Per layer: its linear modules whose weights' gradients one kernel can multiply and sum (model/sums.py)."""
     joined: tuple[tuple[tuple[str, ...], ...], ...] = field(repr=False)
@@ -101,11 +98,9 @@ class ModelSpec:
     sent: tuple[Sent, ...] = ()
     """What a layer hands to such a module."""
     frozen: frozenset[str] = frozenset()
-    """Buffers of which there are weights only, in the compute dtype: no master weights, moments, gradients or writes.
-    Each is called `frozen(block)`."""
+    """Buffers, `frozen(block)` each, that have weights only, in the compute dtype: no state, gradients or writes."""
     adapter: AdapterConfig | None = None
-    """The adapter that is part of the model (engine/model/adapters.py); parameters are named as in a model that has
-    it."""
+    """The adapter that is part of the model (engine/model/adapters.py) and of its parameters' names."""
     router_aux_loss: float = 0.0
     """Weight that the model's config gives the load-balancing loss of its routers where it switches that on."""
     graph_bytes: dict[str, tuple[int | None, ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -113,7 +108,6 @@ class ModelSpec:
 
     @property
     def num_trained(self) -> int:
-        """Parameters that are not frozen."""
         return sum(param.numel for name, params in self.buffers.items() if name not in self.frozen for param in params)
 
     @property
@@ -123,13 +117,11 @@ class ModelSpec:
 
     @property
     def layers(self) -> tuple[BlockSpec, ...]:
-        """The blocks of the decoder layers, in order."""
         return tuple(block for block in self.blocks if block.layer is not None)
 
     @property
     def lowest_trained(self) -> int:
-        """Index of the lowest block that computes with anything trained: backward ends with it; their number if none
-        does."""
+        """Index of the lowest block that computes with anything trained, where backward ends; their number if none."""
         trained = (i for i, block in enumerate(self.blocks) if not self.frozen.issuperset(block.buffers))
         return next(trained, len(self.blocks))
 

@@ -1,8 +1,5 @@
-"""The tokens of a chunk, with everything about them that an op would otherwise have to ask the device for.
-
-Which rows have a target, which token ids occur: on CUDA each such question would stop the compute lane. The host knows
-the answers when the batch is fetched, so they travel with it.
-"""
+"""The tokens of a chunk, with what an op would otherwise have to ask the device for, which would stop the compute lane:
+which rows have a target, which token ids occur."""
 
 from __future__ import annotations
 
@@ -91,27 +88,22 @@ class Stream(Protocol):
     @property
     def ids(self) -> Tensor:
         """Int64 [T]."""
-        ...
 
     @property
     def labels(self) -> Tensor:
         """Int64 [T]; -100 has no loss."""
-        ...
 
     @property
     def weights(self) -> Tensor | None:
         """Float32 [T]: how much the loss of each label counts; None: 1 for all."""
-        ...
 
     @property
     def positions(self) -> Tensor:
         """Int64 [T], from the start of the document."""
-        ...
 
     @property
     def documents(self) -> list[int]:
         """Sorted starts of the documents; the first is 0."""
-        ...
 
 
 def last_positions(positions: Tensor, documents: Sequence[int]) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.model import skeleton
 from penstock.engine.model.decay import undecayed_matrices
 from penstock.engine.model.joined import readers_of_one
-from penstock.engine.model.recompute import unread_linear
-from penstock.engine.model.sums import summed_linears
+from penstock.engine.model.spec import AttentionShape
+from penstock.engine.model.sums import summed_linears, unread_linear
 from penstock.storage.files.errors import UserError
 
 _TOKENS = 12
@@ -28,18 +28,16 @@ _TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class Trial:
+    """What was seen; `returns`, `unread`, `summed` and `counts_positions` are those of ModelSpec."""
+
     embed_parameters: frozenset[str]
     """Parameters outside the layers that the first layer's input depends on."""
     head_parameters: frozenset[str]
     """Parameters outside the layers that the logits depend on, given the last layer's output."""
     returns: tuple[int, ...]
-    """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
     attends: tuple[bool, ...]
-    """Per layer: whether it calls attention."""
     unread: tuple[str | None, ...]
-    """Per layer: its linear module whose output no gradient depends on (engine/model/recompute.py)."""
     summed: tuple[tuple[str, ...], ...]
-    """Per layer: its linear modules whose weights' gradients are products (engine/model/sums.py)."""
     sharing: tuple[tuple[tuple[str, ...], ...], ...]
     """Per layer: those of them that read one tensor, in the order in which they are called (engine/model/joined.py)."""
     recurrent: bool
@@ -85,11 +83,8 @@ def random_model(
 
 
 def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> Trial:
-    """Run the (already shrunk) model of `config`, with its `adapter`, and see what depends on what.
-
-    Raises UserError naming what makes the model impossible to stream: layers connected by more than the hidden state,
-    layers that see the future, several attention calls in one layer.
-    """
+    """Run the (already shrunk) model of `config`, with its `adapter`, and see what depends on what. Raises UserError
+    naming what makes the model impossible to stream."""
     model = random_model(config, adapter=adapter)
     kind = f"model type '{config.model_type}'"
     prefix, layers = skeleton.find_layers(model)
@@ -100,16 +95,15 @@ def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) ->
     head = _used(logits, outer)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     mixes = [_mixes_tokens(kind, i, layer, call) for i, (layer, call) in enumerate(zip(layers, seen, strict=True))]
-    # On copies: a layer may keep what it computed last, and could then not be copied any more.
-    summed = tuple(_summed_linears(copy.deepcopy(layer), call) for layer, call in zip(layers, seen, strict=True))
+    unread, summed, sharing = zip(*(_linears(*of) for of in zip(layers, seen, strict=True)), strict=True)
     return Trial(
         embed_parameters=frozenset(embed),
         head_parameters=frozenset(head),
         returns=tuple(len(call.output) if isinstance(call.output, tuple) else 0 for call in seen),
         attends=tuple(call.attention_calls > 0 for call in seen),
-        unread=tuple(_unread_linear(layer, call) for layer, call in zip(layers, seen, strict=True)),
+        unread=unread,
         summed=summed,
-        sharing=tuple(_sharing(*of) for of in zip(layers, seen, summed, strict=True)),
+        sharing=sharing,
         recurrent=any(mixes) or not takes_positions,
         counts_positions=tuple(_counts_positions(layer, call) for layer, call in zip(layers, seen, strict=True)),
         undecayed=undecayed_matrices(model, _constant),
@@ -140,16 +134,13 @@ def _run_recorded(kind: str, model: PreTrainedModel, layers: nn.ModuleList) -> t
         cut = seen[-1].output_hidden.detach().requires_grad_()
         return (cut, *output[1:]) if isinstance(output, tuple) else cut
 
-    hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
     positions = torch.arange(_TOKENS)[None]
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     kwargs = {"position_ids": positions} if takes_positions else {}
-    try:
-        with attention.use(attend), torch.enable_grad():
-            logits = model(input_ids=positions % 7 + 3, use_cache=False, **kwargs).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, attention.use(attend), torch.enable_grad():
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(record, with_kwargs=True))
+        logits = model(input_ids=positions % 7 + 3, use_cache=False, **kwargs).logits
     if len(seen) != len(layers):
         raise UserError(f"{kind}: only {len(seen)} of its {len(layers)} layers run in a forward pass")
     return seen, logits
@@ -233,33 +224,23 @@ def _counts_positions(layer: nn.Module, call: _Seen) -> bool:
     return cache.queried
 
 
-def _unread_linear(layer: nn.Module, call: _Seen) -> str | None:
+def _linears(layer: nn.Module, call: _Seen) -> tuple[str | None, tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """A layer's linear modules: the one that is unread, those that are summed, and of these those that share."""
     x = call.hidden.detach().requires_grad_()
-    with attention.use(_constant), torch.enable_grad():
-        return unread_linear(layer, _runner(call, x), x)
-
-
-def _summed_linears(layer: nn.Module, call: _Seen) -> tuple[str, ...]:
-    x = call.hidden.detach().requires_grad_()
-    with attention.use(_of_all), torch.enable_grad():
-        return summed_linears(layer, _runner(call, x), x)
-
-
-def _sharing(layer: nn.Module, call: _Seen, summed: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    x = call.hidden.detach()
-    with attention.use(_of_all):
-        return readers_of_one(layer, summed, _runner(call, x))
-
-
-def _runner(call: _Seen, x: Tensor) -> Callable[[nn.Module], Tensor]:
-    """What runs a layer, or one that stands in for it, on x with the arguments of `call`."""
 
     def run(module: nn.Module) -> Tensor:
         output = module(x, *call.args, **call.kwargs)
         y: Tensor = output[0] if isinstance(output, tuple) else output
         return y
 
-    return run
+    with torch.enable_grad():
+        with attention.use(_of_all):
+            # On a copy: a layer may keep what it computed last, and could then not be copied any more.
+            summed = summed_linears(copy.deepcopy(layer), run, x)
+        with attention.use(_constant):
+            unread = unread_linear(layer, run, x)
+        with attention.use(_of_all):
+            return unread, summed, readers_of_one(layer, summed, run)
 
 
 def _of_all(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
@@ -273,54 +254,42 @@ def _constant(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=q.dtype)
 
 
-Shape = tuple[int, int, int, int, int | None, int | None, float | None]
-"""heads, kv_heads, qk_dim, v_dim, window, chunk, softcap."""
-
-
-def _on_meta(leaf: Any) -> Any:
-    if isinstance(leaf, MaskPattern):
-        return None
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
-
-
 class _Captured(BaseException):
-    """Leaves a layer at its attention call, with heads, kv_heads, qk_dim, v_dim and window as args."""
+    """Leaves a layer at its attention call, with the fields of an AttentionShape as args."""
 
 
 def attention_shapes(
     model: PreTrainedModel, structures: list[int], attends: list[bool], returns: list[int]
-) -> list[Shape | None]:
-    """Per layer of `model` (on meta) heads, kv_heads, qk_dim, v_dim, window, chunk and soft-cap of its attention; None
-    without.
-
-    `structures[i]` is the first layer with the structure of layer i.
-    """
+) -> list[AttentionShape | None]:
+    """Attention of each layer of `model` (on meta); None without. `structures[i]`: the first layer that is alike."""
     frame = skeleton.Skeleton(model, device=torch.device("cpu"), dtype=torch.float32, returns=returns)
     with torch.no_grad(), attention.mask_patterns():
         calls = frame.calls(torch.arange(2))
-    shapes: list[Shape | None] = []
+    shapes: list[AttentionShape | None] = []
     for index, layer in enumerate(frame.layers):
         if not attends[index]:
             shapes.append(None)
             continue
-        leaves = pytree.tree_leaves((calls[index].args, calls[index].kwargs))
-        sizes = {leaf.kind: leaf.size for leaf in leaves if isinstance(leaf, MaskPattern)}
+        given = (calls[index].args, calls[index].kwargs)
+        sizes = {leaf.kind: leaf.size for leaf in pytree.tree_leaves(given) if isinstance(leaf, MaskPattern)}
+        sliding, chunked = sizes.get("sliding"), sizes.get("chunked")
         known = shapes[structures[index]] if structures[index] != index else None
         if known is not None:
-            shapes.append((*known[:4], known[4] or sizes.get("sliding"), sizes.get("chunked"), known[6]))
+            shapes.append(replace(known, window=known.window or sliding, chunk=chunked))
             continue
 
         def capture(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-            raise _Captured(q.shape[1], k.shape[1], q.shape[2], v.shape[2], call.window, call.softcap)
+            raise _Captured(q.shape[1], k.shape[1], q.shape[2], v.shape[2], call.window, None, call.softcap)
 
-        args, kwargs = pytree.tree_map(_on_meta, (calls[index].args, calls[index].kwargs))
+        given = pytree.tree_map_only(MaskPattern, lambda pattern: None, given)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), given)
         x = torch.empty(1, 2, model.config.get_text_config(decoder=True).hidden_size, device="meta")
         try:
             with attention.use(capture), torch.no_grad():
                 type(layer).forward(layer, x, *args, **kwargs)
         except _Captured as found:
-            *widths, window, softcap = found.args
-            shapes.append((*widths, window or sizes.get("sliding"), sizes.get("chunked"), softcap))
+            shape = AttentionShape(*found.args)
+            shapes.append(replace(shape, window=shape.window or sliding, chunk=chunked))
         else:
             raise AssertionError(f"layer {index} attends in the shrunk model only")
     return shapes

@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.data.loader import MicroBatch
+from penstock.engine.generate.decode import Row
 from penstock.engine.model.tokens import ChunkTokens, targets, total_weight
 from penstock.engine.plan.plan import Chunk, filled_chunks
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
@@ -44,12 +45,10 @@ class EvaluationData(Batch):
     @property
     def total_loss(self) -> float:
         """Sum of the negative log-likelihood of the targets by their weights, nats."""
-        wanted = [targets(m.labels, m.weights) for m in self.micro_batches]
         if all(m.weights is None for m in self.micro_batches):
             return -float(self.scores.sum())
-        pairs = zip(self.micro_batches, wanted, strict=True)
-        weights = [result.double() if m.weights is None else m.weights for m, result in pairs]
-        return -float(torch.cat([w[result].double() for w, result in zip(weights, wanted, strict=True)]) @ self.scores)
+        pairs = ((m, torch.ones_like(m.labels) if m.weights is None else m.weights) for m in self.micro_batches)
+        return -float(torch.cat([w[targets(m.labels, m.weights)].double() for m, w in pairs]) @ self.scores)
 
 
 @dataclass(slots=True)
@@ -66,33 +65,19 @@ class StepData(Batch):
     """The optimizer's scalars by device type."""
 
 
-class SampleRow(NamedTuple):
-    """New tokens of one sequence in a chunk of a samples' pass."""
-
-    sequence: int
-    """Its number among the prompts."""
-    start: int
-    """Position of the first."""
-    ids: Sequence[int]
-    wanted: bool
-    """The logits behind the last of them are."""
-
-
 @dataclass(slots=True)
 class SampleChunk:
-    """Rows laid end to end; int64 tensors, on the compute device."""
+    """Rows laid end to end; int64 tensors on the compute device: `ids` and `positions` [n], `last`, `sequences` [w]."""
 
     chunk: Chunk
     """From 0 to n, in the place of one of the plan's chunks."""
-    rows: list[SampleRow]
+    rows: list[Row]
     ids: Tensor
-    """[n]"""
     positions: Tensor
-    """[n]"""
     last: Tensor
-    """[w]: places of the tokens behind which logits are wanted."""
+    """Places of the tokens behind which logits are wanted."""
     sequences: Tensor
-    """[w]: whose they are."""
+    """Whose they are."""
 
 
 @dataclass(slots=True)
@@ -110,30 +95,21 @@ class SampleData:
 _TENSORS = len(fields(ChunkTokens))
 assert _TENSORS * 8 == BYTES_PER_TOKEN, "the plan counts other bytes per token"
 COMPILED_MULTIPLE = 128
-"""Tokens: where layers are compiled, each length of a chunk is a graph of its own, to be made in the middle of the run.
-So chunks end at a few places only: at a quarter, a half, three quarters or all of their length, in whole tiles of
-matrix products."""
-
-
-def cut_multiple(chunks: Sequence[Chunk], compiled: bool) -> int:
-    """To what multiple of tokens the last chunk of a stream is rounded up."""
-    if not compiled:
-        return 1
-    quarter = max(chunk.end - chunk.start for chunk in chunks) / 4
-    return COMPILED_MULTIPLE * max(1, math.ceil(quarter / COMPILED_MULTIPLE))
+"""Tokens: where layers are compiled, each length of a chunk is a graph of its own. So chunks end at quarters of their
+length only, in whole tiles of matrix products."""
 
 
 class BatchCarrier:
-    """Brings fetched batches to the compute device: on CUDA in one copy per step, beside all lanes.
-
-    The copy goes through one pinned buffer and a stream of its own, for which the caller waits. So no lane waits for
-    it, and the tensors are complete before any op can read them. A step's device memory is freed with its last tensor.
-    """
+    """Brings fetched batches to the compute device: on CUDA in one copy per step, through one pinned buffer and a
+    stream of its own, for which the caller waits, and no lane. A step's device memory is freed with its last tensor."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, *, compiled: bool = False) -> None:
         """`chunks`: the plan's."""
-        self._chunks, self._multiple = chunks, cut_multiple(chunks, compiled)
-        self._device = device
+        self._chunks, self._device, self._multiple = chunks, device, 1
+        """The last chunk of a stream is rounded up to a multiple of so many tokens."""
+        if compiled:
+            quarter = max(chunk.end - chunk.start for chunk in chunks) / 4
+            self._multiple = COMPILED_MULTIPLE * max(1, math.ceil(quarter / COMPILED_MULTIPLE))
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             # Room for the most that a step can have, whatever its tokens are: equal sizes leave no holes behind.
@@ -147,7 +123,7 @@ class BatchCarrier:
         """Of as many micro-batches as a step has, or fewer."""
         return EvaluationData(**self._batch(micro_batches))
 
-    def samples(self, pieces: Sequence[Sequence[SampleRow]], read: dict[int, int]) -> SampleData:
+    def samples(self, pieces: Sequence[Sequence[Row]], read: dict[int, int]) -> SampleData:
         """A pass over rows of samples, `pieces[i]` of them in the place of chunk i, which has room for their tokens."""
         result: list[SampleChunk] = []
         tensors: list[Tensor] = []
@@ -156,7 +132,7 @@ class BatchCarrier:
             assert ends[-1] <= chunk.end - chunk.start, "more tokens than the place has room for"
             lists = (
                 [token for row in rows for token in row.ids],
-                [position for row in rows for position in range(row.start, row.start + len(row.ids))],
+                [position for row in rows for position in range(row.start, row.end)],
                 [end - 1 for end, row in zip(ends, rows, strict=True) if row.wanted],
                 [row.sequence for row in rows if row.wanted],
             )
@@ -169,11 +145,10 @@ class BatchCarrier:
                 of_chunk.ids, of_chunk.positions, of_chunk.last, of_chunk.sequences = there[first : first + 4]
         longest: dict[int, int] = {}
         for row in itertools.chain.from_iterable(pieces):
-            longest[row.sequence] = max(longest.get(row.sequence, 0), row.start + len(row.ids) - 1)
+            longest[row.sequence] = max(longest.get(row.sequence, 0), row.end - 1)
         return SampleData({one.chunk.index: one for one in result}, read, longest)
 
     def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
-        """The fields of a Batch."""
         cut = filled_chunks(self._chunks, [m.filled for m in micro_batches], self._multiple)
         tokens = self._carry(micro_batches, cut)
         return {
@@ -195,25 +170,13 @@ class BatchCarrier:
         there = self._to_device([tensor for of_chunk in chunks for tensor in of_chunk.tensors()])
         return [ChunkTokens.of_tensors(there[i : i + _TENSORS]) for i in range(0, len(there), _TENSORS)]
 
-    def _to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _to_device(self, tensors: list[Tensor]) -> list[Tensor]:
         """int64 tensors of the host on CUDA, in one copy."""
-        used = pack(tensors, self._pinned)
+        sizes = [tensor.numel() for tensor in tensors]
+        used = sum(sizes)
+        torch.cat(tensors, out=self._pinned[:used])
         with torch.cuda.stream(self._stream):
             flat = torch.empty(self._numel, dtype=torch.int64, device=self._device)
             flat[:used].copy_(self._pinned[:used], non_blocking=True)
         self._stream.synchronize()
-        return unpack(flat, [tensor.numel() for tensor in tensors])
-
-
-def pack(tensors: Sequence[Tensor], flat: Tensor) -> int:
-    """Lay 1-D tensors end to end into `flat`; the number of elements."""
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.numel()
-        flat[start:end].copy_(tensor)
-    return end
-
-
-def unpack(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views of the 1-D tensors that `pack` laid into `flat`."""
-    return list(flat[: sum(sizes)].split(list(sizes)))
+        return list(flat[:used].split(sizes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
@@ -28,19 +27,23 @@ from penstock.storage.tier.arena import pinned_empty
 
 
 class BlockOps:
-    """`store`: the NVMe tier; who carries out compute ops only needs none, nor an optimizer who trains nothing."""
+    """`store`: the NVMe tier; who carries out compute ops only needs none."""
 
     def __init__(
-        self, views: Views, optimizer: Optimizer | None, store: object, train: TrainConfig, logits_bytes: int
+        self, views: Views, optimizer: Optimizer, store: object, train: TrainConfig, logits_bytes: int
     ) -> None:
         self._views, self._train, self._nvme = views, train, cast(NvmeStore, store)
-        self._optimizer = cast(Optimizer, optimizer)
-        self._runner, self._device, self._logits_bytes = views.runner, views.device, logits_bytes
+        self._optimizer, self._runner, self._device, self._logits_bytes = (
+            optimizer,
+            views.runner,
+            views.device,
+            logits_bytes,
+        )
         plan = views.plan
         self._number = {name: i for i, name in enumerate(plan.buffers)}
         # What "clip" reads of a step, in one tensor so that it is one copy.
-        shapes = [(len(plan.chunks),), (len(plan.buffers),), (2, len(plan.blocks), len(plan.chunks))]
-        self._report = torch.zeros(sum(math.prod(shape) for shape in shapes), device=self._device)
+        self._sizes = [len(plan.chunks), len(plan.buffers), 2 * len(plan.blocks) * len(plan.chunks)]
+        self._report = torch.zeros(sum(self._sizes), device=self._device)
         self._losses, self._square_norms, self._marks = self._split_report(self._report)
         # Of each target of an evaluation its log-probability and whether it is the likeliest token; of a chunk those at
         # its tokens' places, from the first on.
@@ -91,10 +94,7 @@ class BlockOps:
             views.hidden(op.slots[a.OUT], chunk).copy_(dx)
 
     def mark(self, op: Op) -> None:
-        """Note a value that is finite if the output of a block's op is; "clip" names the first that is not.
-
-        One more pass over a hidden state, which no one waits for.
-        """
+        """Note a value that is finite if the output of a block's op is; "clip" names the first that is not."""
         views, backward = self._views, op.action.phase != "forward"
         result = views.hidden(op.slots[a.OUT], views.chunk(op))
         self._marks[int(backward), views.block_index(op.block), op.index].copy_(result.sum(dtype=torch.float32))
@@ -105,13 +105,9 @@ class BlockOps:
     def _spill(self, op: Op) -> Future[Any]:
         return self._nvme.spill(_file(op), self._views.offloaded(op))
 
-    @handles(*a.UNSPILL.values())
+    @handles(*a.UNSPILL.values(), *a.PEEK.values())
     def _unspill(self, op: Op) -> Future[Any]:
-        return self._nvme.unspill(_file(op), self._views.offloaded(op))
-
-    @handles(*a.PEEK.values())
-    def _peek(self, op: Op) -> Future[Any]:
-        return self._nvme.unspill(_file(op), self._views.offloaded(op), keep=True)
+        return self._nvme.unspill(_file(op), self._views.offloaded(op), keep=op.action in a.PEEK.values())
 
     @handles(*a.DISCARD.values())
     def _discard(self, op: Op) -> Future[Any]:
@@ -126,10 +122,7 @@ class BlockOps:
 
     @handles(a.CLIP)
     def _clip(self, op: Op) -> None:
-        """Loss, global norm and clipping factor of the step, checked before any state changes.
-
-        Reads the step's results from the compute device, once; the ops that made them are done.
-        """
+        """Loss, global norm and clipping factor of the step, checked before any state changes."""
         data = self._views.steps[op.step]
         self._to_host(self._report, self._report_on_host)
         losses, squares, marks = (part.double() for part in self._split_report(self._report_on_host))
@@ -161,10 +154,8 @@ class BlockOps:
 
     def _split_report(self, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses [chunks], squared norms [buffers] and marks [2, blocks, chunks] in a step's report."""
-        plan = self._views.plan
-        chunks, blocks = len(plan.chunks), len(plan.blocks)
-        losses, squares, marks = report.split([chunks, len(plan.buffers), 2 * blocks * chunks])
-        return losses, squares, marks.view(2, blocks, chunks)
+        losses, squares, marks = report.split(self._sizes)
+        return losses, squares, marks.view(2, -1, self._sizes[0])
 
 
 def _file(op: Op) -> str:

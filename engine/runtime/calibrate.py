@@ -1,8 +1,7 @@
 """Measuring a plan's compute ops on the real device before the run: one of each kind, at the plan's own chunk.
 
-The ops are the schedule's, carried out by the runtime in the plan's own GPU slots on the run's own lanes, on random
-weights and the first batch; no state is touched. What is learnt corrects the costs with which the run is planned once
-more, and what had to be compiled for it is compiled.
+The runtime carries out the schedule's ops in the plan's own GPU slots on the run's own lanes, on random weights and the
+first batch; no state is touched. The run is planned once more with what is learnt, and is compiled by then.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import gc
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -22,12 +22,13 @@ from penstock.engine.clock import elapsed_s
 from penstock.engine.config import TrainConfig
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.costs import Calibration, Costs, Sample, op_kind
+from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.profile import Machine
-from penstock.engine.model.runner import ModelRunner
-from penstock.engine.optim.base import Optimizer, UpdateRange
+from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import ALIGNMENT, FP32, POOLS
 from penstock.engine.runtime.batch import BatchCarrier
+from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu
 from penstock.engine.runtime.runtime import Runtime
@@ -65,48 +66,38 @@ class _Unit:
     between: tuple[_Unit, ...] = ()
     """What runs between its forward and its backward: a graph that waits is not in a cache any more."""
 
-    @property
-    def saves_graph(self) -> bool:
-        return any(a.SAVED_GRAPH in op.flags for op in self.ops)
-
 
 def calibrate(
     plan: Plan,
-    layouts: dict[str, FlatLayout],
-    runner: ModelRunner,
-    optimizer: Optimizer,
+    compute: Compute,
     train: TrainConfig,
     batch: Sequence[MicroBatch],
     machine: Machine,
-    logits_bytes: int,
     executor: Executor,
     *,
     brief: bool = False,
 ) -> Calibration:
-    """Times of the compute ops of `plan`, and rates of the optimizer and the copies, on the device of `runner`.
-
-    Each is measured on its lane of `executor`, which has nothing else to do. `machine` only serves to count what ops
-    do. Takes the plan's GPU memory and gives it back. `brief`: layers only, once each, for a first idea.
-    """
-    device = runner.device
+    """Times of the compute ops of `plan`, and rates of the optimizer and the copies, on the device of `compute`, each
+    on its lane of `executor`, which is idle. `machine` only serves to count what ops do. Takes the plan's GPU memory
+    and gives it back. `brief`: layers only, once each."""
+    device = compute.runner.device
     if device.type == "cpu":
         # OpenMP's threads spin between two kernels as long as there are no more of them than cores. In a run, whose
         # lanes compute on the same cores, there are, they sleep, and waking them takes what it takes.
         for lane in BESIDE:
             executor.call(lane, lambda: torch.zeros(_TILE).add_(1))
-    samples, graphs = executor.call(
-        "compute", lambda: _compute_ops(plan, layouts, runner, optimizer, train, batch, machine, logits_bytes, brief)
-    )
+    samples, graphs = executor.call("compute", lambda: _compute_ops(plan, compute, train, batch, machine, brief))
     gc.collect()  # a runtime and its layers' ops refer to one another, and to all of the plan's slots
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    measured = {kind: tuple(result) for kind, result in samples.items()}
     if brief:
-        return Calibration(samples={kind: tuple(result) for kind, result in samples.items()})
+        return Calibration(samples=measured)
     up, down = _link_rates(executor, device)
     updates = any(buffer.state in ("ram", "nvme") for buffer in plan.buffers.values())
-    rate = executor.call("optimizer", lambda: _update_rate(plan, optimizer, train, runner.dtype)) if updates else None
+    rate = executor.call("optimizer", lambda: _update_rate(plan, compute, train)) if updates else None
     return Calibration(
-        samples={kind: tuple(result) for kind, result in samples.items()},
+        samples=measured,
         graph_bytes_per_token=graphs,
         update_params_per_s=rate,
         h2d_bytes_per_s=up,
@@ -115,27 +106,18 @@ def calibrate(
 
 
 def _compute_ops(
-    plan: Plan,
-    layouts: dict[str, FlatLayout],
-    runner: ModelRunner,
-    optimizer: Optimizer,
-    train: TrainConfig,
-    batch: Sequence[MicroBatch],
-    machine: Machine,
-    logits_bytes: int,
-    brief: bool,
+    plan: Plan, compute: Compute, train: TrainConfig, batch: Sequence[MicroBatch], machine: Machine, brief: bool
 ) -> tuple[dict[str, list[Sample]], dict[str, int]]:
     """Kind of op -> what was measured of it, and first layer of a kind -> bytes a token that a saved graph takes."""
-    device, documents = runner.device, [m.documents for m in batch]
+    runner, documents = compute.runner, [m.documents for m in batch]
+    device = runner.device
     gpu = allocate_gpu(plan, device, runner.dtype)
     _fill(gpu, runner.dtype)
-    arena = HostArena(ALIGNMENT, budget_bytes=ALIGNMENT)
     samples: dict[str, list[Sample]] = {}
     graphs: dict[str, int] = {}
-    try:
-        runtime = Runtime(
-            plan, layouts, runner, optimizer, None, gpu, RamMemory(arena), train, logits_bytes, lambda step: None
-        )
+    with closing(HostArena(ALIGNMENT, budget_bytes=ALIGNMENT)) as arena:
+        work = plan, runner, compute.optimizer, None, gpu, RamMemory(arena)
+        runtime = Runtime(*work, train, LOGITS_BYTES[device.type], lambda step: None)
         whole = [replace(m, filled=None) for m in batch]  # chunks of full length are measured, padding or not
         runtime.begin(1, BatchCarrier(plan.chunks, device).step(whole, {}))
         costs = Costs(plan, machine, None, documents)
@@ -151,8 +133,6 @@ def _compute_ops(
                 samples.setdefault(op_kind(op, same), []).append(Sample(tokens, costs.pairs(op), seconds))
             if last_graph_bytes:
                 graphs[same] = -(-last_graph_bytes // tokens)
-    finally:
-        arena.close()
     runner.layers.unbind()
     return samples, graphs
 
@@ -212,16 +192,15 @@ def _chosen(units: Sequence[_Unit]) -> list[_Unit]:
     chosen = []
     for result in alike.values():
         for unit in sorted({min(result, key=pairs), max(result, key=pairs)}, key=pairs):
-            others = [other for other in result if other is not unit] if unit.saves_graph else []
+            saves_graph = any(a.SAVED_GRAPH in op.flags for op in unit.ops)
+            others = [other for other in result if other is not unit] if saves_graph else []
             chosen.append(replace(unit, between=tuple(others[:MOST_WAITING])))
     return chosen
 
 
 def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
-    """One unit of each layer's kind as it would be were its graph saved, where the plan may save graphs and saves none.
-
-    So the plan learns what they take, which can be less than is computed when layers are compiled.
-    """
+    """One unit of each layer's kind as it would be were its graph saved, where the plan may save graphs and saves none:
+    it learns what they take, less than is computed when layers are compiled."""
     tier, shapes = plan.tiers["gpu"], {block.name: block for block in plan.blocks}
     if plan.saved_graphs or plan.streamed or plan.problem.activation_checkpointing != "auto":
         return []
@@ -242,11 +221,8 @@ def _to_save(plan: Plan, units: Sequence[_Unit]) -> list[_Unit]:
 
 
 def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterator[tuple[_Unit, list[float], int]]:
-    """Each unit, the median seconds of its ops, and the bytes of the graph that it saves.
-
-    One run of all of them does not count: it compiles, and memory is fetched from the system. Then they take turns, as
-    in a run, so that each finds memory as others leave it.
-    """
+    """Each unit, the median seconds of its ops, and the bytes of the graph that it saves. After a run that compiles
+    they take turns, so that each finds memory as others leave it."""
 
     def run(unit: _Unit) -> list[float]:
         times, between = [], unit.between
@@ -275,8 +251,7 @@ def _measured(units: Sequence[_Unit], runtime: Runtime, repeats: int) -> Iterato
 
 def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]:
     """Bytes per second of a copy to the compute device and of one from it, each on its lane."""
-    arena = HostArena(COPY_BYTES, budget_bytes=COPY_BYTES)
-    try:
+    with closing(HostArena(COPY_BYTES, budget_bytes=COPY_BYTES)) as arena:
         host, there = arena.slot("host", COPY_BYTES).fill_(1), torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             arena.pin()
@@ -286,16 +261,14 @@ def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]
             return COPY_BYTES / min(times[1:])
 
         return executor.call("h2d", lambda: rate(there, host)), executor.call("d2h", lambda: rate(host, there))
-    finally:
-        arena.close()
 
 
-def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: torch.dtype) -> float:
+def _update_rate(plan: Plan, compute: Compute, train: TrainConfig) -> float:
     """Parameters that the optimizer updates per second in RAM."""
-    numel = min(plan.state_part_numel, UPDATE_NUMEL)
+    numel, optimizer = min(plan.state_part_numel, UPDATE_NUMEL), compute.optimizer
     state = {kind: torch.full((numel,), 1e-3, dtype=torch.float32) for kind in plan.problem.state_kinds}
     gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
-    weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")
+    weights, cpu = torch.empty(numel, dtype=compute.runner.dtype), torch.device("cpu")
     values = optimizer.scalars(train, train.lr, 1, 1.0, cpu)
     halves = (ParamSpec("decayed", (numel // 2,), True), ParamSpec("other", (numel - numel // 2,), False))
     where = UpdateRange(FlatLayout(halves, {"decayed": 0, "other": numel // 2}, numel), 0, numel)

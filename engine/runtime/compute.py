@@ -19,8 +19,6 @@ from penstock.engine.optim.groups import lr_factors, with_factors
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What computes: the model's blocks, and the optimizer."""
-
     runner: ModelRunner
     optimizer: Optimizer
 
@@ -42,10 +40,6 @@ class Compute:
         mode: Mode = "compiled" if what.optimizer else "fused"
         optimizer = find_optimizer(train).make(mode, free_threaded=device.type == "cuda")
         return Compute(runner, with_factors(optimizer, lr_factors(train, depths(spec))))
-
-    @property
-    def compiled(self) -> bool:
-        return self.runner.compiled
 
     def with_fused_optimizer(self, train: TrainConfig) -> Compute:
         """The same with torch's fused kernel for the update."""

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -62,35 +63,18 @@ class _Call(NamedTuple):
     done: Future[Any]
 
 
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """Progress of one op that is not done."""
 
-    __slots__ = ("event", "waiters")
-
-    def __init__(self) -> None:
-        self.event: torch.cuda.Event | None = None
-        """The op's end on its stream, once it has been issued there."""
-        self.waiters: list[threading.Condition] = []
-        """Who is to be woken when the op is issued or done."""
+    event: torch.cuda.Event | None = None
+    """The op's end on its stream, once it has been issued there."""
+    waiters: list[threading.Condition] = field(default_factory=list)
+    """Who is to be woken when the op is issued or done."""
 
 
 class Executor:
-    """Lanes that carry out ops handed over with `submit`.
-
-    Their threads see the settings of torch that the maker of the executor sees (since torch 2.12 those of Dynamo and
-    Inductor are a thread's own).
-
-    Parameters
-    ----------
-    perform:
-        Carries out one op, on the op's lane thread (and, on CUDA, inside the lane's stream); None: `attach` gives it.
-    device:
-        Where `compute` runs; CUDA makes the GPU lanes asynchronous.
-    in_flight:
-        Ops of a lane that may be in progress at once when `perform` returns futures.
-    on_start:
-        Called with its lane at the start of each lane's thread.
-    """
+    """Lanes that carry out ops handed over with `submit`, under the settings of torch that their maker sees."""
 
     def __init__(
         self,
@@ -99,6 +83,11 @@ class Executor:
         in_flight: Mapping[str, int] | None = None,
         on_start: Callable[[str], None] | None = None,
     ) -> None:
+        """`perform` carries out an op on its lane's thread, on CUDA inside the lane's stream; None: `attach` gives it.
+
+        `in_flight`: ops of a lane that may be in progress at once where that returns futures. `on_start` is called
+        with its lane at the start of each thread.
+        """
         self._perform = perform
         self._on_start = on_start
         self._device = device
@@ -181,10 +170,7 @@ class Executor:
 
     def call(self, lane: str, work: Callable[[], T]) -> T:
         """Run `work` on a lane's thread (on CUDA: inside its stream) behind what is queued there, and behind what the
-        calling thread has given the device; its result.
-
-        What it raises is raised here, a TimeoutError of its own as well, and the lane goes on.
-        """
+        calling thread has given the device; its result. What it raises is raised here, and the lane goes on."""
         done: Future[T] = Future()
         self._await_preparation()
         with self._lock:
@@ -198,10 +184,7 @@ class Executor:
         return done.result()
 
     def submit(self, ops: Iterable[Op]) -> None:
-        """Queue ops; ids must increase from call to call. Raises the failure of a lane, if there was one.
-
-        Waits while MAX_QUEUED ops are queued already: a step over millions of tokens has hundreds of thousands.
-        """
+        """Queue ops, whose ids increase from call to call; waits while MAX_QUEUED are. Raises the failure of a lane."""
         with self._lock:
             while self._failure is None and len(self._tickets) >= MAX_QUEUED:
                 self._main.wait(0.01)
@@ -260,11 +243,8 @@ class Executor:
             return (self._stopped_at or time.perf_counter()) - self.epoch, result
 
     def close(self) -> None:
-        """End the lanes; ops in progress finish, queued ones are dropped.
-
-        Nothing is raised here, and after a failure what does not end within CLOSE_S is left behind: a GPU that is gone
-        may never answer.
-        """
+        """End the lanes; ops in progress finish, queued ones are dropped. Nothing is raised, and after a failure what
+        does not end within CLOSE_S is left behind: a GPU that is gone may never answer."""
         with self._lock:
             self._closing = True
             self._wake_all()
@@ -360,10 +340,8 @@ class Executor:
         return self._failure is not None or self._closing
 
     def _await_dependencies(self, op: Op) -> tuple[int, ...]:
-        """Return once `op` may run: on a stream everything it waits for is ordered before it, elsewhere it is done.
-
-        The ids of those that were not done at first.
-        """
+        """Return once `op` may run: on a stream what it waits for is ordered before it, elsewhere that is done. Its
+        ids, of what was not done at first."""
         on_gpu = self._cuda and op.lane in GPU_LANES
         events: list[torch.cuda.Event] = []
         with self._lock:
@@ -396,11 +374,12 @@ class Executor:
         return waited
 
     def _carry_out(self, op: Op, waited: tuple[int, ...]) -> None:
+        assert self._perform is not None, "no perform attached"
         if self._cuda and op.lane in GPU_LANES:
             with self._lock:
                 first, last = self._event(), self._event()
             first.record()
-            result = self._carry(op)
+            result = self._perform(op)
             assert result is None, f"{op.action.name}: work of a GPU lane is ordered by its stream"
             last.record()
             with self._lock:
@@ -411,15 +390,11 @@ class Executor:
                 self._leave(op, ticket)
             return
         start = self._on_host[op.id][1]
-        result = self._carry(op)
+        result = self._perform(op)
         if result is None:
             self._finish(op, start, waited)
         else:
             result.add_done_callback(lambda future: self._finish(op, start, waited, future))
-
-    def _carry(self, op: Op) -> Future[Any] | None:
-        assert self._perform is not None, "no perform attached"
-        return self._perform(op)
 
     def _event(self) -> torch.cuda.Event:
         return self._free_events.pop() if self._free_events else self._new_event()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 
 import torch
@@ -23,15 +25,18 @@ _TRIED = re.compile(r"[Tt]ried to allocate ([0-9.]+ [KMGT]?i?B)")
 
 
 def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None:
-    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is a mistake of ours.
-
-    What is on disk is untouched by either; the caller says which generation that is.
-    """
+    """`error`, raised in `op` (None: outside any op), as a message for the user; None when it is a mistake of ours."""
     where = f"op {describe(op, plan)}" if op is not None else "what surrounds the ops"
     text = str(error)
     said = gpu_failure(error)
     if isinstance(error, torch.OutOfMemoryError) or (said is not None and "out of memory" in text):
-        return UserError(_out_of_memory(text, where, plan))
+        tried, gpu = _TRIED.search(text), plan.tiers["gpu"]
+        requested = f" asked for {tried[1]} more" if tried else ""
+        return UserError(
+            f"budgets.gpu: out of GPU memory despite the plan: {where}{requested}; the plan's peak is "
+            f"{gpu.peak_bytes:,} bytes of a budget of {gpu.budget_bytes:,}. Raise budgets.gpu, lower "
+            "train.chunk_tokens, or stop the other programs on this GPU"
+        )
     if said is not None:
         return UserError(
             f"the GPU failed in {where}: {said}. GPU errors are reported late, so an "
@@ -47,17 +52,6 @@ def explain(error: BaseException, op: Op | None, plan: Plan) -> UserError | None
     return None if reason is None else UserError(f"in {where}: {reason}")
 
 
-def _out_of_memory(text: str, where: str, plan: Plan) -> str:
-    tried = _TRIED.search(text)
-    requested = f" asked for {tried[1]} more" if tried else ""
-    gpu = plan.tiers["gpu"]
-    return (
-        f"budgets.gpu: out of GPU memory despite the plan: {where}{requested}; the plan's peak is {gpu.peak_bytes:,} "
-        f"bytes of a budget of {gpu.budget_bytes:,}. Raise budgets.gpu, lower train.chunk_tokens, or stop the other "
-        "programs on this GPU"
-    )
-
-
 def describe(op: Op, plan: Plan) -> str:
     """An op by its name, with the tokens that it is about and its step."""
     tokens = f" {_tokens(plan, op.index)}" if op.index != WHOLE and op.lane == "compute" else ""
@@ -70,37 +64,24 @@ def _tokens(plan: Plan, index: int) -> str:
 
 
 def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
-    """What first was not finite in a step, in the order of groups and their passes; None if all was.
-
-    losses [chunks]; squares [buffers]; marks [2, blocks, chunks], forward and backward.
-    """
+    """What first was not finite in a step, in the order of groups and their passes; None if all was. losses [chunks];
+    squares [buffers]; marks [2, blocks, chunks], forward and backward."""
+    if all(values.isfinite().all() for values in (losses, squares, marks)):
+        return None
+    of_loss, (forward, backward), blocks = losses.tolist(), marks.tolist(), range(len(plan.blocks))
     for group in plan.groups(plan.chunks):
-        first = group[0].index
-        members = slice(first, group[-1].index + 1)
-        if (result := _first_of_group(plan, losses[members], marks[:, :, members], first)) is not None:
-            return result
+        chunks = range(group[0].index, group[-1].index + 1)
+        in_order = itertools.chain(
+            (("the output", block, chunk, forward[block][chunk]) for block in blocks for chunk in chunks),
+            (("the loss", blocks[-1], chunk, of_loss[chunk]) for chunk in chunks[::-1]),
+            (
+                ("the gradient of the input", block, chunk, backward[block][chunk])
+                for block in blocks[::-1]
+                for chunk in chunks[::-1]
+            ),
+        )
+        for what, block, chunk, value in in_order:
+            if not math.isfinite(value):
+                return f"{what} of {plan.blocks[block].name}[{chunk}] {_tokens(plan, chunk)}"
     bad = (~squares.isfinite()).nonzero()
-    if bad.numel():
-        return f"the gradient of {list(plan.buffers)[int(bad[0])]}"
-    return None
-
-
-def _first_of_group(plan: Plan, losses: Tensor, marks: Tensor, first: int) -> str | None:
-    """The same of the chunks from `first` on alone."""
-
-    def of_chunk(what: str, location: str, index: int) -> str:
-        return f"{what} of {location}[{first + index}] {_tokens(plan, first + index)}"
-
-    def first_mark(part: Tensor) -> tuple[int, int] | None:
-        bad = (~part.isfinite()).nonzero()
-        return None if not bad.numel() else (int(bad[0, 0]), int(bad[0, 1]))
-
-    if (mark := first_mark(marks[0])) is not None:
-        return of_chunk("the output", plan.blocks[mark[0]].name, mark[1])
-    bad = (~losses.isfinite()).nonzero()
-    if bad.numel():
-        return of_chunk("the loss", plan.blocks[-1].name, int(bad[-1]))  # which goes in backward's order
-    if (mark := first_mark(marks[1].flip(0, 1))) is not None:
-        block, index = len(plan.blocks) - 1 - mark[0], len(losses) - 1 - mark[1]
-        return of_chunk("the gradient of the input", plan.blocks[block].name, index)
-    return None
+    return f"the gradient of {list(plan.buffers)[int(bad[0])]}" if bad.numel() else None

@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from penstock.engine.machine.limits import GIB, FreeMemory, free_memory, memory_groups
@@ -19,11 +20,8 @@ INTERVAL_S = 0.05
 
 
 def hard_reserve(total_bytes: int) -> int:
-    """Free memory below which a run stops; the kernel begins to kill when about none is left.
-
-    A hundredth of it all, between 512 MiB, which lanes can touch between two looks, and 4 GiB; in small containers an
-    eighth.
-    """
+    """Free memory below which a run stops, before the kernel kills: a hundredth of it all, between 512 MiB, which lanes
+    can touch between two looks, and 4 GiB; in small containers an eighth."""
     return min(max(GIB // 2, total_bytes // 100), 4 * GIB, total_bytes // 8)
 
 
@@ -41,7 +39,7 @@ class MemoryGuard:
         """`planned_bytes`: RAM that the plan says the run takes at most; `read` gives free memory."""
         self._plan = plan
         self._planned_bytes = planned_bytes
-        self._read = _reader() if read is None else read
+        self._read = read or partial(free_memory, groups=memory_groups(), enough_bytes=4 * GIB)
         self._clock = clock
         self._lock = threading.Lock()
         self._next = clock()
@@ -59,21 +57,13 @@ class MemoryGuard:
         finally:
             self._lock.release()
         reserve = hard_reserve(memory.total_bytes)
-        if memory.free_bytes < reserve:
-            raise UserError(self._message(op, memory, reserve))
-
-    def _message(self, op: Op, memory: FreeMemory, reserve: int) -> str:
+        if memory.free_bytes >= reserve:
+            return
         own = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-        return (
+        raise UserError(
             f"budgets.ram: memory is almost exhausted before op {describe(op, self._plan)}: {memory.free_bytes:,} "
-            "bytes "
-            f"are free of {memory.total_bytes:,} ({memory.where}), and a run stops below {reserve:,}, before it is "
-            f"killed. The plan takes {self._planned_bytes:,} bytes of RAM at most; this process holds {own:,}, "
+            f"bytes are free of {memory.total_bytes:,} ({memory.where}), and a run stops below {reserve:,}, before it "
+            f"is killed. The plan takes {self._planned_bytes:,} bytes of RAM at most; this process holds {own:,}, "
             "libraries included. Lower budgets.ram, or end what else uses memory, and resume: the last committed "
             "generation is untouched"
         )
-
-
-def _reader() -> Callable[[], FreeMemory]:
-    groups = memory_groups()
-    return lambda: free_memory(groups=groups, enough_bytes=4 * GIB)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -37,25 +36,19 @@ def handlers_of(*owners: object) -> dict[Action, Handler]:
 
 def gather(futures: Sequence[Future[Any]]) -> Future[None]:
     """A future that is done when all of `futures` are, with the first exception among them."""
-
     result: Future[None] = Future()
-    lock = threading.Lock()
-    left = len(futures)
+    waiting = iter(futures)
 
-    def one_done(_: Future[Any]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            errors = [error for error in (future.exception() for future in futures) if error is not None]
-            if errors:
-                result.set_exception(errors[0])
-            else:
-                result.set_result(None)
+    def go_on(_: Future[Any] | None = None) -> None:
+        for future in waiting:
+            if not future.done():
+                future.add_done_callback(go_on)
+                return
+        error = next((error for future in futures if (error := future.exception()) is not None), None)
+        if error is None:
+            result.set_result(None)
+        else:
+            result.set_exception(error)
 
-    if not futures:
-        result.set_result(None)
-    for future in futures:
-        future.add_done_callback(one_done)
+    go_on()
     return result

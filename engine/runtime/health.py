@@ -23,10 +23,8 @@ _LEAST_SHARE = 0.1
 
 
 def require_usable(kind: str, block: str, step: int, values: Tensor) -> None:
-    """Raise DivergedError unless `values` [n] of a kind of state on the CPU, updated by `step`, can be trained on.
-
-    One pass over them. Moments may be any finite number, master weights at most LARGEST.
-    """
+    """Raise DivergedError unless `values` [n] of a kind of state on the CPU, updated by `step`, can be trained on:
+    moments finite, master weights at most LARGEST. One pass over them."""
     least, most = (float(value) for value in torch.aminmax(values))
     largest = LARGEST if kind == "master" else math.inf
     if math.isfinite(least) and math.isfinite(most) and max(-least, most) <= largest:
@@ -54,10 +52,8 @@ class LossWatch:
 
 
 class LossSpikes:
-    """Says of a loss whether it leapt out of those before it; one that did moves what is expected little.
-
-    Of losses that stay high only the first leapt.
-    """
+    """Says of a loss whether it leapt out of those before it, of losses that stay high only of the first; it hardly
+    moves what is expected."""
 
     def __init__(self, record: object = None) -> None:
         """`record`: what `to_json` of a generation says; anything else begins anew."""

@@ -1,8 +1,7 @@
 """What a run's lanes need before anything is compiled or timed on them: the device's settings, cores, threads.
 
-Everything that is compiled or timed before the first step happens on the threads on which it will run, with the
-settings with which it will run: torch compiles again where a thread count, a precision flag or a setting of its own
-differs, and cuDNN's plans are a thread's own.
+That happens on the threads and with the settings of the run: torch compiles again where a thread count, a precision
+flag or a setting of its own differs, and cuDNN's plans are a thread's own.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ class Lanes:
         placement: Placement | None = None,
     ) -> Lanes:
         """Set torch up (see engine.machine.device.configure, whose errors these are) and start the lanes' threads.
-
-        `compiled`: layers will be compiled. `placement`: which cores the lanes have; None leaves them all of the
-        process's.
-        """
+        `compiled`: layers will be. `placement`: which cores the lanes have; None leaves them all of the process's."""
         settings = configure(device, gpu_budget_bytes, deterministic=deterministic)
         try:
             if (cpus := usable_cpus()) < torch.get_num_threads():  # of a container that sees more CPUs than it may use
@@ -100,10 +96,7 @@ def _set_up_compilation(settings: DeviceSettings, device: torch.device) -> None:
 
 
 class EagerFallbacks(logging.Handler):
-    """Notes layers that run eagerly since torch.compile gave them up, once each.
-
-    torch says so in its log only, and the run would be slower than planned without a word.
-    """
+    """Notes layers that run eagerly since torch.compile gave them up, once each: torch says so in its log only."""
 
     _LOGGER = "torch._dynamo.convert_frame"
 

@@ -1,9 +1,8 @@
-"""The compute ops of decoder layers, and the copies of activations."""
+"""The compute ops of decoder layers and of their branches, and the copies of activations."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +11,12 @@ from torch import Tensor
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands, SavedAttention
 from penstock.engine.model.layer_graph import SLOT_ALIGNMENT, LayerGraph, Projection
+from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.spec import AttentionShape
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import Chunk, offloaded_graph_bytes
 from penstock.engine.runtime.handlers import handles
-from penstock.engine.runtime.views import Views, keys_and_values
+from penstock.engine.runtime.views import Views, keys_and_values, laid_out
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Op
@@ -24,12 +24,9 @@ from penstock.engine.schedule.ops import Op
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A graph that waits for backward."""
-
     graph: LayerGraph | None
     """None: it was larger than its slot, and backward recomputes it."""
     attends: SavedAttention | None
-    """The attention in it."""
     nbytes: int
     """Bytes on the compute device that it holds itself."""
 
@@ -63,6 +60,11 @@ class LayerOps:
     def _layer(self, op: Op) -> tuple[int, Chunk]:
         return self._views.layer(op), self._views.chunk(op)
 
+    def _operands(self, op: Op) -> tuple[int, Mapping[str, Tensor], Tensor, LayerInputs]:
+        """The op's layer, and what it is run on: weights, input, arguments."""
+        views, (layer, chunk) = self._views, self._layer(op)
+        return layer, views.weights(op), views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
+
     def _shape(self, layer: int) -> AttentionShape:
         shape = self._shapes[layer]
         assert shape is not None
@@ -81,8 +83,7 @@ class LayerOps:
 
     def _typed(self, name: str, dtype: torch.dtype, *size: int) -> Tensor:
         """Streamed: one of the running chunk's own buffers."""
-        raw = self._gpu.window[name][0]
-        return raw[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
+        return laid_out(self._gpu.window[name][0], (dtype, size))[0]
 
     def _queries(self, op: Op, shape: AttentionShape) -> Tensor:
         return self._typed("q", self._dtype, _tokens(self._views.chunk(op)), shape.heads, shape.qk_dim)
@@ -90,11 +91,8 @@ class LayerOps:
     def _saved(self, op: Op, shape: AttentionShape, slot: int | None = None) -> tuple[Tensor, Tensor]:
         """Attention output [tokens, heads, v_dim] and log-sum-exp [heads, tokens] of the op's chunk, in its slot."""
         raw = self._gpu.slots[r.GPU_SAVED][op.slots[a.SAVED] if slot is None else slot]
-        tokens = _tokens(self._views.chunk(op))
-        lse_bytes = 4 * shape.heads * tokens
-        out_bytes = tokens * shape.heads * shape.v_dim * self._dtype.itemsize
-        lse = raw[:lse_bytes].view(torch.float32).view(shape.heads, tokens)
-        out = raw[lse_bytes : lse_bytes + out_bytes].view(self._dtype).view(tokens, shape.heads, shape.v_dim)
+        tokens, heads = _tokens(self._views.chunk(op)), shape.heads
+        lse, out = laid_out(raw, (torch.float32, (heads, tokens)), (self._dtype, (tokens, heads, shape.v_dim)))
         return out, lse
 
     def _state(self, op: Op, out: Tensor, lse: Tensor) -> AttentionState:
@@ -135,35 +133,31 @@ class LayerOps:
         if a.SAVED_GRAPH in op.flags:
             y = self._forward_saving(op)
         else:
-            weights, inputs = views.weights(op), views.layer_inputs(op, chunk)
-            x, shape = views.hidden(op.slots[a.X], chunk), self._shapes[layer]
-            if shape is None:
-                y = self._layers.forward(layer, weights, x, inputs, None)
-            elif op.action in (a.LAYER_FORWARD_BOTTOM, a.LAYER_EVALUATE_BOTTOM):
-                y = self._layers.forward_given(layer, weights, x, inputs, self._saved(op, shape)[0])
+            operands, shape = self._operands(op), self._shapes[layer]
+            if shape is not None and op.action in (a.LAYER_FORWARD_BOTTOM, a.LAYER_EVALUATE_BOTTOM):
+                y = self._layers.forward_given(*operands, self._saved(op, shape)[0])
             else:
-                y = self._layers.forward(layer, weights, x, inputs, self._state(op, *self._saved(op, shape)))
+                state = None if shape is None else self._state(op, *self._saved(op, shape))
+                y = self._layers.forward(*operands, state)
         views.hidden(op.slots[a.OUT], chunk).copy_(y)
         if a.SENT in op.slots:
             views.send(op.slots[a.SENT], chunk, self._layers.sent)
 
     def _forward_saving(self, op: Op) -> Tensor:
         """Run a layer forward and save its graph until backward; its output."""
-        views, (layer, chunk) = self._views, self._layer(op)
-        weights, inputs = views.weights(op), views.layer_inputs(op, chunk)
-        x, shape = views.hidden(op.slots[a.X], chunk), self._shapes[layer]
+        layer, weights, x, inputs = self._operands(op)
         attends: SavedAttention | None = None
-        offloads = a.GRAPH in op.slots
-        if shape is None:
-            graph, y = self._layers.save_graph(layer, weights, x if offloads else x.clone(), inputs, None)
-        elif self._plan.streamed:
+        offloads, shape = a.GRAPH in op.slots, self._shapes[layer]
+        if shape is not None and self._plan.streamed:
             out, lse = self._saved(op, shape)
-            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, save_graph=True)
+            graph = self._layers.graph(layer, weights, x, inputs, out, save_graph=True)
             graph.lse, y = lse.clone(), graph.output
         else:
-            state = self._layers.in_blocks(layer, self._state(op, *self._saved(op, shape)))
-            attends = SavedAttention(state, apart=not offloads)
-            graph, y = self._layers.save_graph(layer, weights, x if offloads else x.clone(), inputs, attends.forward)
+            if shape is not None:
+                state = self._layers.in_blocks(layer, self._state(op, *self._saved(op, shape)))
+                attends = SavedAttention(state, apart=not offloads)
+            handler = None if attends is None else attends.forward
+            graph, y = self._layers.save_graph(layer, weights, x if offloads else x.clone(), inputs, handler)
         # Of a graph that is cut the log-sum-exp is its own.
         nbytes = self.last_graph_bytes = graph.nbytes + (0 if attends is None else attends.state.lse.nbytes)
         waiting: LayerGraph | None = graph
@@ -173,7 +167,8 @@ class LayerOps:
             if not graph.offload(self._graph_slot(op), also):
                 waiting = None
                 self.outgrown[op.block, op.index] = self.last_graph_bytes
-                self._save_recompute_inputs(op, x)
+                for target, source in zip(self._recompute_inputs(op), (x, *self._outputs(op)), strict=True):
+                    target.copy_(source)
         self._graphs[layer, op.index] = _Waiting(waiting, attends, nbytes)
         self.graphs_bytes += nbytes
         self.graphs_peak_bytes = max(self.graphs_peak_bytes, self.graphs_bytes)
@@ -185,14 +180,8 @@ class LayerOps:
         nbytes = offloaded_graph_bytes(block, _tokens(self._views.chunk(op)))
         return self._gpu.slots[r.GPU_GRAPH_SLOT][op.slots[a.GRAPH]][:nbytes]
 
-    def _save_recompute_inputs(self, op: Op, x: Tensor) -> None:
-        """Of a graph larger than its slot what backward recomputes it from: the input, attention's output and
-        log-sum-exp."""
-        for target, source in zip(self._recompute_inputs(op), (x, *self._outputs(op)), strict=True):
-            target.copy_(source)
-
     def _recompute_inputs(self, op: Op) -> list[Tensor]:
-        """Where these are in the op's slot for a graph."""
+        """What a graph larger than its slot is recomputed from, there: the input, attention's output, log-sum-exp."""
         result, start = [], 0
         x = self._views.hidden(0, self._views.chunk(op))
         for like in (x, *self._outputs(op, 0)):
@@ -214,9 +203,8 @@ class LayerOps:
     @handles(a.LAYER_RECOMPUTE)
     def _recompute(self, op: Op) -> None:
         """Keys and values into the window, attention's output and log-sum-exp, of a layer that saved its input only."""
-        views, (layer, chunk) = self._views, self._layer(op)
-        x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
-        projection = self._layers.project(layer, views.weights(op), x, inputs)
+        operands = self._operands(op)
+        layer, projection = operands[0], self._layers.project(*operands)
         state = self._state(op, *self._saved(op, self._shape(layer)))
         with torch.no_grad():
             attention.forward_handler(self._layers.in_blocks(layer, state))(*projection)
@@ -224,13 +212,12 @@ class LayerOps:
     @handles(a.LAYER_BACKWARD)
     def _backward(self, op: Op) -> None:
         views, (layer, chunk) = self._views, self._layer(op)
-        weights, gradients = views.weights(op), views.gradients(op)
-        dy, shape = views.hidden(op.slots[a.DY], chunk), self._shapes[layer]
+        gradients, dy, shape = views.gradients(op), views.hidden(op.slots[a.DY], chunk), self._shapes[layer]
         self._watch_routers(op)
         if a.SAVED_GRAPH in op.flags:
-            dx = self._backward_saved(op, weights, dy, gradients)
+            dx = self._backward_saved(op, dy, gradients)
         else:
-            x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
+            _, weights, x, inputs = self._operands(op)
             state = None if shape is None else self._state(op, *self._saved(op, shape))
             dx = self._layers.backward(layer, weights, x, dy, inputs, state, gradients, dsent=self._dsent(op))
         gradients.settle()
@@ -247,9 +234,9 @@ class LayerOps:
         if a.OUT in op.slots:
             self._views.hidden(op.slots[a.OUT], self._views.chunk(op)).copy_(dx)
 
-    def _backward_saved(self, op: Op, weights: dict[str, Tensor], dy: Tensor, gradients: dict[str, Tensor]) -> Tensor:
+    def _backward_saved(self, op: Op, dy: Tensor, gradients: dict[str, Tensor]) -> Tensor:
         """Backward through a saved graph that is not cut."""
-        waiting, layer = self._release(op), self._layer(op)[0]
+        waiting, layer, weights = self._release(op), self._layer(op)[0], self._views.weights(op)
         graph, attends = waiting.graph, waiting.attends
         if graph is None:
             x, *outputs = self._recompute_inputs(op)
@@ -268,10 +255,8 @@ class LayerOps:
     @handles(a.LAYER_PROJECT)
     def _project(self, op: Op) -> None:
         """Streamed: queries, keys and values of a chunk into their slots."""
-        views, (layer, chunk) = self._views, self._layer(op)
-        x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
-        p = self._layers.project(layer, views.weights(op), x, inputs)
-        shape = self._shape(layer)
+        layer, weights, x, inputs = self._operands(op)
+        p, shape = self._layers.project(layer, weights, x, inputs), self._shape(layer)
         self._queries(op, shape).copy_(p.q)
         for slot, part in zip(self._slot("kv", op, shape), (p.k, p.v), strict=True):
             slot.copy_(part)
@@ -284,7 +269,7 @@ class LayerOps:
         shape = self._shape(layer)
         assert self._projection is not None
         call, tokens = self._projection.call, _tokens(chunk)
-        out, lse = attention.attend(self._operands(op, call))
+        out, lse = attention.attend(self._over_keys(op, call))
         total = self._typed("partial", torch.float32, tokens, shape.heads, shape.v_dim)
         total_lse = self._typed("partial_lse", torch.float32, shape.heads, tokens)
         if a.FIRST in op.flags:
@@ -309,9 +294,7 @@ class LayerOps:
             assert waiting is not None
             graph = waiting
         else:
-            x, inputs = views.hidden(op.slots[a.X], chunk), views.layer_inputs(op, chunk)
-            out = self._saved(op, shape)[0]
-            graph = self._layers.graph(layer, weights, x, inputs, lambda p: out, save_graph=False)
+            graph = self._layers.graph(*self._operands(op), self._saved(op, shape)[0], save_graph=False)
         dout = graph.top(weights, views.hidden(op.slots[a.DY], chunk), gradients, self._dsent(op))
         gradients.settle()
         assert dout is not None
@@ -334,10 +317,10 @@ class LayerOps:
         if a.ZERO_DKV in op.flags:
             dk.zero_()
             dv.zero_()
-        x = self._operands(op, self._graph.projection.call)
+        x = self._over_keys(op, self._graph.projection.call)
         attention.attend_backward(x, self._given(op, shape), dq, dk, dv)
 
-    def _operands(self, op: Op, call: AttentionCall) -> Operands:
+    def _over_keys(self, op: Op, call: AttentionCall) -> Operands:
         """Streamed: the running chunk's queries over one chunk of keys."""
         layer, chunk = self._layer(op)
         shape, keys = self._shape(layer), self._views.chunk(op, op.slots[a.KEYS])
@@ -377,10 +360,8 @@ class LayerOps:
     # ------------------------------------------------------------------ links
 
     def _both_ends(self, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
-        """(on the compute device, where it is offloaded to) of what a copy is about; keys and values are two.
-
-        How many tokens, the op's bytes say: a copy that nobody waits for may outlive what is known of its batch.
-        """
+        """(on the compute device, where it is offloaded to) of what a copy is about; keys and values are two. The op's
+        bytes say how many tokens: a copy may outlive what is known of its batch."""
         kind, offloaded = op.action.kind, self._views.offloaded(op)
         if kind == "kv":
             shape = self._shape(self._views.layer(op))
@@ -401,6 +382,34 @@ class LayerOps:
         for here, there in self._both_ends(op):
             target, source = (here, there) if op.lane == "h2d" else (there, here)
             self._views.ram.arena.copy(target, source)
+
+
+class BranchOps:
+    """Parts of layers that are blocks of their own."""
+
+    def __init__(self, views: Views) -> None:
+        self._views, self._branches = views, views.runner.branches
+
+    @handles(*a.BRANCH_FORWARD.values(), *a.BRANCH_EVALUATE.values(), *a.BRANCH_GENERATE.values())
+    def _forward(self, op: Op) -> None:
+        """What the layer made of a chunk, with its branch's output added."""
+        views, chunk = self._views, self._views.chunk(op)
+        x, sent = views.hidden(op.slots[a.X], chunk), views.sent(op.slots[a.SENT], chunk)
+        y = self._branches.forward(views.layer(op), views.weights(op), x, sent)
+        views.hidden(op.slots[a.OUT], chunk).copy_(y)
+
+    @handles(*a.BRANCH_BACKWARD.values())
+    def _backward(self, op: Op) -> None:
+        views, chunk = self._views, self._views.chunk(op)
+        sent, dy = views.sent(op.slots[a.SENT], chunk), views.hidden(op.slots[a.DY], chunk)
+        gradients = views.gradients(op)
+        result = self._branches.backward(views.layer(op), views.weights(op), sent, dy, gradients)
+        gradients.settle()
+        if a.OUT in op.slots:  # else nothing below is trained
+            views.hidden(op.slots[a.OUT], chunk).copy_(dy)
+            targets = self._branches.with_gradient(views.sent(op.slots[a.DSENT], chunk))
+            for target, gradient in zip(targets, result, strict=True):
+                target.copy_(gradient)
 
 
 def _tokens(chunk: Chunk) -> int:

@@ -19,21 +19,13 @@ from penstock.engine.plan.plan import (
     sample_regions,
     window_bytes,
 )
-from penstock.engine.plan.problem import (
-    ALIGNMENT,
-    POOLS,
-    Pool,
-    Tier,
-)
+from penstock.engine.plan.problem import ALIGNMENT, POOLS, Pool, Tier
 from penstock.storage.tier.arena import HostArena, empty_aligned
 
 
 class DeviceArena:
-    """Slots on the compute device, allocated once and for good, within a capacity.
-
-    Each slot is an allocation of its own: autograd and torch.compile take tensors that share a storage for views of
-    one another, and lanes write to other slots while a backward runs.
-    """
+    """Slots on the compute device, allocated once and for good, within a capacity; each by itself, as autograd and
+    torch.compile take tensors that share a storage for views of one another."""
 
     def __init__(self, capacity_bytes: int, device: torch.device) -> None:
         self._capacity_bytes = capacity_bytes
@@ -42,11 +34,11 @@ class DeviceArena:
 
     def slot(self, nbytes: int) -> Tensor:
         """uint8 [nbytes], its address a multiple of 4 KiB; counts as whole pages."""
-        self.used_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.used_bytes += size
         assert self.used_bytes <= self._capacity_bytes, f"device arena: {nbytes} bytes exceed the plan"
         if self.device.type == "cpu":
             return empty_aligned(nbytes, torch.uint8)  # direct reads end here
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         whole = torch.empty(size, dtype=torch.uint8, device=self.device)
         if whole.data_ptr() % ALIGNMENT:
             # The allocator aligns to 512 bytes; GPUDirect bounces what does not start at a page.
@@ -95,8 +87,7 @@ class RamMemory:
     between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(space, chunk) -> what waits of it between two blocks, uint8: see engine.plan.plan.between_bytes."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
-    """For each chunk of a micro-batch what one block's pass needs beside what is saved, uint8: see
-    engine.plan.plan.attention_regions."""
+    """For each chunk of a micro-batch what one block's pass needs, uint8: see engine.plan.plan.attention_regions."""
     state_stages: list[dict[str, Tensor]] = field(default_factory=list)
     """Kind of state (float32), or "gradient" -> one part of it."""
     part_stages: list[Tensor] = field(default_factory=list)
@@ -114,15 +105,15 @@ def _dtypes(
 ) -> dict[str, torch.dtype]:
     """Kind -> dtype of what lives on `tier` of a buffer."""
     result = {"weights": weights} if buffer.weights == tier else {}
-    result |= {"gradient": gradient} if buffer.gradient == tier else {}
+    if tier in (buffer.gradient, buffer.sums):
+        result["gradient"] = torch.float32 if buffer.sums == tier else gradient
     return result | (dict.fromkeys(plan.problem.state_kinds, torch.float32) if buffer.state == tier else {})
 
 
 def allocate_gpu(
     plan: Plan, device: torch.device, compute_dtype: torch.dtype, weights: dict[str, Tensor] | None = None
 ) -> GpuMemory:
-    """Carve the compute device's memory; temporaries are not part of it. `weights`: of buffers that have theirs there
-    already."""
+    """Carve the compute device's memory, without temporaries. `weights`: of buffers that have theirs there already."""
     problem = plan.problem
     parts = plan.tiers["gpu"].parts
     gpu = GpuMemory(DeviceArena(sum(parts.values()) - parts["workspace"] - parts["saved graphs"], device))
@@ -132,8 +123,6 @@ def allocate_gpu(
 
     for buffer in plan.buffers.values():
         dtypes = _dtypes(plan, buffer, "gpu", compute_dtype, torch.float32)
-        if buffer.sums == "gpu":
-            dtypes["gradient"] = torch.float32
         if weights and buffer.name in weights:
             gpu.buffers[buffer.name] = {"weights": weights[buffer.name]}
             continue
@@ -172,8 +161,6 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
 
     for buffer in plan.buffers.values():
         name, dtypes = buffer.name, _dtypes(plan, buffer, "ram", compute_dtype, gradient_dtype)
-        if buffer.sums == "ram":
-            dtypes["gradient"] = torch.float32
         ram.buffers[name] = {kind: typed(f"{name}.{kind}", buffer.numel, dtype) for kind, dtype in dtypes.items()}
         if buffer.sums == "ram":
             # What is complete takes the place of what was summed so far.

@@ -1,8 +1,5 @@
-"""Carries out the ops of a schedule: each by the handler of its action, on the op's own lane.
-
-Everything an op touches was named when the schedule was built; nothing here allocates a slot, chooses a place or
-waits for another op.
-"""
+"""Carries out the ops of a schedule: each by the handler of its action, on the op's own lane. Nothing here allocates a
+slot, chooses a place or waits for another op."""
 
 from __future__ import annotations
 
@@ -19,9 +16,8 @@ from penstock.engine.optim.base import Optimizer
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import EvaluationData, SampleData, StepData
 from penstock.engine.runtime.block_ops import BlockOps
-from penstock.engine.runtime.branch_ops import BranchOps
 from penstock.engine.runtime.handlers import handlers_of
-from penstock.engine.runtime.layer_ops import LayerOps
+from penstock.engine.runtime.layer_ops import BranchOps, LayerOps
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.runtime.sample_ops import SampleOps
 from penstock.engine.runtime.sources import Weights
@@ -30,7 +26,6 @@ from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
 from penstock.storage.generations.store import NvmeStore
-from penstock.storage.tier.layout import FlatLayout
 
 
 class Runtime:
@@ -39,9 +34,8 @@ class Runtime:
     def __init__(
         self,
         plan: Plan,
-        layouts: dict[str, FlatLayout],
         runner: ModelRunner,
-        optimizer: Optimizer | None,
+        optimizer: Optimizer,
         store: NvmeStore | Weights | None,
         gpu: GpuMemory,
         ram: RamMemory,
@@ -49,10 +43,9 @@ class Runtime:
         logits_bytes: int,
         commit: Callable[[int], None],
     ) -> None:
-        """`store`: the NVMe tier, of which compute ops need none; `commit` is called with a step's number. A model that
-        is only queried has no optimizer, and a source of its weights."""
+        """`store`: the NVMe tier, of which compute ops need none; `commit` is called with a step's number."""
         self.plan, self.runner, self.optimizer = plan, runner, optimizer
-        self._views = Views(plan, layouts, runner, gpu, ram)
+        self._views = Views(plan, runner, gpu, ram)
         self._samples_passes = 0
         self.layer_ops = LayerOps(self._views)
         self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes)
@@ -98,8 +91,7 @@ class Runtime:
 
     def end_samples(self, batch: int) -> Tensor:
         """The logits, float32 [sequences, vocabulary] in host memory, once all ops of the pass are done; forgets its
-        tokens. Of sequences whose logits were not wanted they are those of passes before; the next pass writes there.
-        """
+        tokens. Those that were not wanted are of passes before; the next pass writes there."""
         del self._views.samples[batch]
         logits = self._views.ram.sample_logits
         assert logits is not None

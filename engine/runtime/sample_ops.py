@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.engine.clock import wait_for_copies
-from penstock.engine.generate.attend import KeysValues, RowRange, rows_handler
+from penstock.engine.generate.attend import KeysValues, rows_handler
 from penstock.engine.model.layers import LayerInputs
-from penstock.engine.runtime.batch import SampleChunk, SampleRow
+from penstock.engine.runtime.batch import SampleChunk
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.views import Views, keys_and_values
 from penstock.engine.schedule import actions as a
@@ -78,9 +78,8 @@ class SampleOps:
         views, chunk, layer = self._views, self._chunk(op), self._views.layer(op)
         shape, handler = self._runner.spec.attention[layer], None
         if shape is not None:
-            rows = [RowRange(row.start, len(row.ids)) for row in chunk.rows]
             staged = self._staged(op)
-            handler = rows_handler(rows, [staged[row.sequence] for row in chunk.rows], shape.chunk)
+            handler = rows_handler(chunk.rows, [staged[row.sequence] for row in chunk.rows], shape.chunk)
         if self._runner.layers.balance is not None:
             self._runner.layers.balance.watch(chunk.chunk.end, counting=False)
         x = views.hidden(op.slots[a.X], chunk.chunk)
@@ -120,8 +119,8 @@ class SampleOps:
     @handles(a.STORE_SAMPLE_KV)
     def _store(self, op: Op) -> None:
         here, there = self._both_ends(op)
-        for row in self._rows(op):
-            new = slice(row.start, row.start + len(row.ids))
+        for row in itertools.chain.from_iterable(each.rows for each in self._views.samples[op.batch].chunks.values()):
+            new = slice(row.start, row.end)
             for target, source in zip(there[row.sequence], here[row.sequence], strict=True):
                 self._views.ram.arena.copy(target[new], source[new])
 
@@ -129,8 +128,3 @@ class SampleOps:
         """(on the compute device, in RAM): keys and values of the op's layer by sequence."""
         region = self._views.ram.sample_kv[self._views.block_index(op.block)]
         return self._staged(op), self._keys_values(op, region)
-
-    def _rows(self, op: Op) -> Iterator[SampleRow]:
-        return itertools.chain.from_iterable(
-            of_chunk.rows for of_chunk in self._views.samples[op.batch].chunks.values()
-        )

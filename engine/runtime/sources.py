@@ -1,9 +1,8 @@
-"""Where the weights of a model that is only queried are read from: a Hugging Face folder, an adapter's beside its base,
-or a run's committed state."""
+"""Where the weights of a model are read from: a Hugging Face folder, an adapter's beside its base, a run's state."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +35,7 @@ _THREADS = 4
 """Tensors read from a folder at once: one thread does not keep a fast drive busy."""
 _PARTS_AT_ONCE = 4
 WEIGHTS = "weights"
-"""The kind of state of a buffer that is never trained."""
+"""Kind of what is computed with: committed of a frozen buffer, scratch of any other on NVMe."""
 
 
 class Weights(Protocol):
@@ -45,7 +44,6 @@ class Weights(Protocol):
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         """Fill `out` [numel of the buffer's layout], on the host, with its parameters rounded to the dtype of `out`;
         the gaps between parameters are left as they are. Each buffer has one part."""
-        ...
 
 
 class Source(Weights, Protocol):
@@ -62,7 +60,6 @@ class Source(Weights, Protocol):
 
     def stored_bytes(self, buffer: str) -> int:
         """Bytes that are read from disk for a buffer."""
-        ...
 
     def close(self) -> None: ...
 
@@ -85,14 +82,13 @@ class FolderSource:
                     f"{self._reader.file(name)}: tensor '{name}' is {dtype}; convert it to one of "
                     f"{', '.join(FLOAT_DTYPES)}"
                 )
-        sizes = dict.fromkeys(stored.values(), 0)
+        sizes = Counter[str]()
         for name, dtype in stored.items():
             sizes[dtype] += self._bytes(name)
         require_same_twice(self._reader, self._layout.plan, self._layout.canonical)
-        self.usual_dtype = FLOAT_DTYPES[max(sizes, key=sizes.__getitem__)]
+        self.usual_dtype = FLOAT_DTYPES[sizes.most_common(1)[0][0]]
         self.constants = self._layout.read_constants()
-        result = has_tokenizer(folder)
-        self.tokenizer = load_tokenizer(folder) if result else None
+        self.tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         self._threads = ThreadPoolExecutor(_THREADS, "tensors")
 
     def _bytes(self, name: str) -> int:
@@ -164,20 +160,21 @@ class RunSource:
         if checkpoint is not None:
             read_checkpoint(root, checkpoint)
             folder = checkpoint_folder(root, checkpoint)
-        self._store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
+        self.store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
         try:
             self.origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
             self.tokenizer = saved_tokenizer(recipe, run_dir / "data")
             vocabulary = self.tokenizer.vocab_size if self.tokenizer else None
-            config = with_vocabulary(model_config(recipe, vocabulary), recipe, vocabulary)
-            self.spec = spec_of_recipe(config, recipe)
-            checksum = self._store.meta.get("constants")
+            self.stored = model_config(recipe, vocabulary)
+            """The config of the model folder that the run began with, or of the recipe's shape."""
+            self.spec = spec_of_recipe(with_vocabulary(self.stored, recipe, vocabulary), recipe)
+            checksum = self.store.meta.get("constants")
             self.constants = read_constants_file(root / CONSTANTS_FILE, checksum, self.spec.constants)
         except BaseException:
-            self._store.close()
+            self.store.close()
             raise
         self.usual_dtype = torch.float32 if recipe.train.compute_dtype == "float32" else torch.bfloat16
-        self._arrays = {spec.buffer: spec for spec in self._store.arrays() if spec.kind in (MASTER, WEIGHTS)}
+        self._arrays = {spec.buffer: spec for spec in self.store.arrays() if spec.kind in (MASTER, WEIGHTS)}
         self._threads = ThreadPoolExecutor(_THREADS, "buffers")
 
     def stored_bytes(self, buffer: str) -> int:
@@ -190,9 +187,8 @@ class RunSource:
     def _read(self, buffer: str, out: Tensor) -> None:
         array = self._arrays[buffer]
         parts = array.parts()
-        same = str(out.dtype).removeprefix("torch.") == array.dtype
-        if same:  # straight to where it belongs
-            futures = [self._store.read(buffer, array.kind, part, out[a:b]) for part, (a, b) in enumerate(parts)]
+        if str(out.dtype).removeprefix("torch.") == array.dtype:  # straight to where it belongs
+            futures = [self.store.read(buffer, array.kind, part, out[a:b]) for part, (a, b) in enumerate(parts)]
             for future in futures:
                 future.result()
         else:
@@ -206,7 +202,7 @@ class RunSource:
             if len(reading) == len(stages):
                 reading.popleft()()
             rows = stages[part % len(stages)][: end - start]
-            future = self._store.read(array.buffer, array.kind, part, rows)
+            future = self.store.read(array.buffer, array.kind, part, rows)
 
             def finish(future: Future[None] = future, rows: Tensor = rows, start: int = start, end: int = end) -> None:
                 future.result()
@@ -218,4 +214,4 @@ class RunSource:
 
     def close(self) -> None:
         self._threads.shutdown()
-        self._store.close()
+        self.store.close()

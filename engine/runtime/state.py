@@ -17,25 +17,20 @@ from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
 from penstock.engine.plan.problem import BufferShape
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
-from penstock.engine.runtime.sources import Weights
+from penstock.engine.runtime.sources import WEIGHTS, Weights
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.arena import empty_aligned
 from penstock.storage.tier.layout import FlatLayout
 from penstock.storage.tier.manifest import ArraySpec
 
-WEIGHTS = "weights"
-"""Kind of what is computed with: committed of a frozen buffer, scratch of any other on NVMe."""
 _PARTS_AT_ONCE = 8
 """Parts of state that are read into RAM at once: enough for several drives."""
 
 
 def state_arrays(plan: Plan) -> list[ArraySpec]:
-    """What a generation holds: every kind of state of every buffer, wherever it lives while training; of a frozen one
-    the weights, which all generations share.
-
-    The compute weights of the others are the rounded master and are made from it again.
-    """
+    """What a generation holds: every kind of state of every buffer, from which compute weights are made again; of a
+    frozen one the weights, which all generations share."""
     return arrays_of(plan.buffers.values(), plan.problem.compute_bytes, plan.problem.state_kinds)
 
 
@@ -102,11 +97,8 @@ def load_memory(
     compute_dtype: torch.dtype,
     there: Container[str] = (),
 ) -> None:
-    """Bring the committed generation to where the plan wants it: resident state, and weights on every tier.
-
-    What lives in RAM is read there, some parts at a time; the rest passes through the plan's part stages in turn.
-    `there`: buffers that are there already. A source has the weights of a model of which nothing is trained.
-    """
+    """Bring the committed generation to where the plan wants it: resident state, and weights on every tier. What lives
+    in RAM is read there; the rest passes through the plan's part stages. `there`: buffers that are there already."""
     loading = _Loading(cast(NvmeStore, store), plan, gpu, ram, compute_dtype)
     buffers = [buffer for buffer in plan.buffers.values() if buffer.name not in there]
     total, requested = sum(buffer.numel for buffer in buffers), 0

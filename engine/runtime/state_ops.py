@@ -24,10 +24,14 @@ class StateOps:
     """`store`: the NVMe tier, or where weights that are never trained are read from; who carries out compute ops only
     needs none. `commit` is called with a step's number."""
 
-    def __init__(self, views: Views, optimizer: Optimizer | None, store: object, commit: Callable[[int], None]) -> None:
+    def __init__(self, views: Views, optimizer: Optimizer, store: object, commit: Callable[[int], None]) -> None:
         self._views, self._nvme, self._commit = views, cast(NvmeStore, store), commit
-        self._optimizer = cast(Optimizer, optimizer)
-        self._gpu, self._ram, self._kinds = views.gpu, views.ram, views.plan.problem.state_kinds
+        self._optimizer, self._gpu, self._ram, self._kinds = (
+            optimizer,
+            views.gpu,
+            views.ram,
+            views.plan.problem.state_kinds,
+        )
 
     def _buffer(self, op: Op) -> BufferPlan:
         return self._views.plan.buffers[op.block]
@@ -39,20 +43,25 @@ class StateOps:
         start, end = self._part(op)
         return self._views.part_stage(op.slots[stage], end - start, dtype)
 
+    def _flat(self, kind: str, op: Op) -> Tensor:
+        return self._views.flat(kind, op.block, op.slots[op.block])
+
     # ------------------------------------------------------------------ weights
 
-    @handles(a.LOAD_WEIGHTS)
-    def _load_weights(self, op: Op) -> None:
-        weights = self._ram.buffers[op.block]["weights"]
+    @handles(a.LOAD_WEIGHTS, a.STORE_SUM, a.LOAD_SUM)
+    def _move_piece(self, op: Op) -> None:
         start, end = self._buffer(op).piece(op.index, op.slots[a.PIECES])
-        flat = self._views.flat("weights", op.block, op.slots[op.block])
-        self._ram.arena.copy(flat[start:end], weights[start:end])
+        if op.action is a.LOAD_WEIGHTS:
+            here, there = self._flat("weights", op), self._ram.buffers[op.block]["weights"]
+        else:
+            here, there = self._flat("gradient", op), self._ram.sums[op.block]
+        target, source = (there, here) if op.action is a.STORE_SUM else (here, there)
+        self._ram.arena.copy(target[start:end], source[start:end])
 
     @handles(a.LOAD_WEIGHTS_PART)
     def _load_weights_part(self, op: Op) -> None:
         start, end = self._part(op)
-        flat = self._views.flat("weights", op.block, op.slots[op.block])
-        self._ram.arena.copy(flat[start:end], self._staged(op, self._views.dtype))
+        self._ram.arena.copy(self._flat("weights", op)[start:end], self._staged(op, self._views.dtype))
 
     @handles(a.READ_WEIGHTS)
     def _read_weights(self, op: Op) -> Future[Any]:
@@ -61,7 +70,7 @@ class StateOps:
     @handles(a.READ_WEIGHTS_WHOLE)
     def _read_weights_whole(self, op: Op) -> Future[Any]:
         """Every part of a buffer's weights at once, straight into their slot on the compute device."""
-        buffer, flat = self._buffer(op), self._views.flat("weights", op.block, op.slots[op.block])
+        buffer, flat = self._buffer(op), self._flat("weights", op)
         bounds = [buffer.part(part) for part in range(buffer.num_parts)]
         return gather([self._nvme.read(op.block, "weights", i, flat[s:e]) for i, (s, e) in enumerate(bounds)])
 
@@ -73,27 +82,15 @@ class StateOps:
 
     @handles(a.STORE_GRADIENT)
     def _store_gradient(self, op: Op) -> None:
-        waiting = self._ram.buffers[op.block]["gradient"]
-        buffer = self._buffer(op)
-        flat = self._views.flat("gradient", op.block, op.slots[op.block])
+        waiting, flat, buffer = self._ram.buffers[op.block]["gradient"], self._flat("gradient", op), self._buffer(op)
         for part in range(buffer.num_parts):
             start, end = buffer.part(part)
             self._ram.arena.copy(waiting[start:end], flat[start:end].to(waiting.dtype))
 
-    @handles(a.STORE_SUM, a.LOAD_SUM)
-    def _move_sum(self, op: Op) -> None:
-        start, end = self._buffer(op).piece(op.index, op.slots[a.PIECES])
-        here = self._views.flat("gradient", op.block, op.slots[op.block])[start:end]
-        there = self._ram.sums[op.block][start:end]
-        target, source = (here, there) if op.action is a.LOAD_SUM else (there, here)
-        self._ram.arena.copy(target, source)
-
     @handles(a.STORE_GRADIENT_PART)
     def _store_gradient_part(self, op: Op) -> None:
-        start, end = self._part(op)
-        flat = self._views.flat("gradient", op.block, op.slots[op.block])
-        stage = self._staged(op, self._views.gradient_dtype)
-        self._ram.arena.copy(stage, flat[start:end].to(stage.dtype))
+        (start, end), stage = self._part(op), self._staged(op, self._views.gradient_dtype)
+        self._ram.arena.copy(stage, self._flat("gradient", op)[start:end].to(stage.dtype))
 
     @handles(a.WRITE_GRADIENT)
     def _write_gradient(self, op: Op) -> Future[Any]:
@@ -137,15 +134,12 @@ class StateOps:
         stage = self._ram.state_stages[op.slots[a.STAGE]]
         return gather([self._nvme.read(op.block, kind, op.index, stage[kind][: end - start]) for kind in kinds])
 
-    @handles(a.WRITE_STATE)
+    @handles(a.WRITE_STATE, a.CHECKPOINT_STATE)
     def _write_state(self, op: Op) -> Future[Any]:
-        start, end = self._part(op)
-        stage = self._ram.state_stages[op.slots[a.STAGE]]
-        return gather([self._write(kind, op, stage[kind][: end - start]) for kind in self._kinds])
-
-    @handles(a.CHECKPOINT_STATE)
-    def _checkpoint_state(self, op: Op) -> Future[Any]:
+        """From its stage, or from where it lives in RAM."""
         memory, (start, end) = self._ram.buffers[op.block], self._part(op)
+        if op.action is a.WRITE_STATE:
+            memory, start, end = self._ram.state_stages[op.slots[a.STAGE]], 0, end - start
         return gather([self._write(kind, op, memory[kind][start:end]) for kind in self._kinds])
 
     @handles(a.STAGE_STATE)

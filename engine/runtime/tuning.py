@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.events import Observer
 from penstock.engine.forecast.costs import Calibration
-from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
 from penstock.engine.machine.profile import Machine
-from penstock.engine.model.spec import layouts
 from penstock.engine.preparing import Checklist
 from penstock.engine.runtime.calibrate import calibrate
 from penstock.engine.runtime.compute import Compute
@@ -30,8 +28,7 @@ CERTAIN_S = 3 * COMPILE_S / GAIN
 """Layers of a run that is planned to compute for longer are compiled without a question."""
 
 OPTIMIZER_S = 900.0
-"""AdamW is compiled for a run that computes for longer: that takes 5 to 10 s, and saves a fifth of the bytes that
-torch's fused kernel moves."""
+"""AdamW, which moves a fifth less bytes then, is compiled for a run that computes for longer: that takes 5 to 10 s."""
 
 
 @dataclass(slots=True)
@@ -46,16 +43,13 @@ class Tuning:
     observer: Observer
 
     def run(self, result: SearchResult, compute: Compute, steps_left: int | None) -> tuple[Compute, Calibration]:
-        """What the run computes with, and what the ops of the plan take with that.
-
-        With `steps_left` and train.compile=auto it is measured whether compiling pays within so many steps; without,
-        what can be compiled is.
-        """
-        compiled = self.task.recipe.train.compile == "auto" and compute.compiled
+        """What the run computes with, and what the ops take with that. With `steps_left` and train.compile=auto it is
+        measured whether compiling pays within so many steps; without, what can be compiled is."""
+        compiled = self.task.recipe.train.compile == "auto" and compute.runner.compiled
         if compiled and steps_left is not None and steps_left * result.best.step_s < OPTIMIZER_S:
             compute = compute.with_fused_optimizer(self.task.recipe.train)
         if not compiled or steps_left is None or steps_left * result.best.step_s > CERTAIN_S:
-            what = "compiling, and timing the ops" if compute.compiled else "timing the ops"
+            what = "compiling, and timing the ops" if compute.runner.compiled else "timing the ops"
             return compute, self._calibrate(what, result, compute)
         compute.runner.compile(False)
         with self.checklist.step("timing uncompiled layers"):
@@ -74,19 +68,9 @@ class Tuning:
             return self._measure(result, compute, brief=False)
 
     def _measure(self, result: SearchResult, compute: Compute, *, brief: bool) -> Calibration:
+        what = result.plan, compute, self.task.recipe.train, self.batch, self.machine, self.lanes.executor
         try:
-            return calibrate(
-                result.plan,
-                layouts(self.task.spec),
-                compute.runner,
-                compute.optimizer,
-                self.task.recipe.train,
-                self.batch,
-                self.machine,
-                LOGITS_BYTES[compute.runner.device.type],
-                self.lanes.executor,
-                brief=brief,
-            )
+            return calibrate(*what, brief=brief)
         except UserError:
             raise
         except Exception as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
-from penstock.engine.model.spec import AttentionShape
+from penstock.engine.model.spec import AttentionShape, layouts
 from penstock.engine.model.sums import GradientSums
 from penstock.engine.model.tokens import ChunkTokens, last_positions
 from penstock.engine.plan.activations import ACTIVATIONS
@@ -22,32 +22,34 @@ from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Op
-from penstock.storage.tier.layout import FlatLayout
+
+
+def laid_out(raw: Tensor, *parts: tuple[torch.dtype, tuple[int, ...]]) -> list[Tensor]:
+    """Tensors of such dtypes and shapes that lie one after the other in uint8 `raw`."""
+    result, start = [], 0
+    for dtype, shape in parts:
+        end = start + math.prod(shape) * dtype.itemsize
+        result.append(raw[start:end].view(dtype).view(shape))
+        start = end
+    return result
 
 
 def keys_and_values(raw: Tensor, tokens: int, shape: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
-    """k [tokens, kv_heads, qk_dim] and v [tokens, kv_heads, v_dim] that lie one after the other in uint8 `raw`."""
-    result, start = [], 0
-    for width in (shape.qk_dim, shape.v_dim):
-        end = start + tokens * shape.kv_heads * width * dtype.itemsize
-        result.append(raw[start:end].view(dtype).view(tokens, shape.kv_heads, width))
-        start = end
-    return result
+    """k [tokens, kv_heads, qk_dim] and v [tokens, kv_heads, v_dim] in uint8 `raw`."""
+    return laid_out(raw, *((dtype, (tokens, shape.kv_heads, width)) for width in (shape.qk_dim, shape.v_dim)))
 
 
 def hidden_slots(plan: Plan, gpu: GpuMemory, dtype: torch.dtype) -> list[Tensor]:
     """The slots of hidden states as [max chunk tokens, hidden]."""
     shape = (plan.max_chunk_tokens, plan.problem.hidden_size)
-    return [raw.view(dtype)[: math.prod(shape)].view(shape) for raw in gpu.slots[r.GPU_HIDDEN]]
+    return [laid_out(raw, (dtype, shape))[0] for raw in gpu.slots[r.GPU_HIDDEN]]
 
 
 class Views:
     """Looks operands up; allocates nothing."""
 
-    def __init__(
-        self, plan: Plan, layouts: dict[str, FlatLayout], runner: ModelRunner, gpu: GpuMemory, ram: RamMemory
-    ) -> None:
-        self.plan, self.layouts, self.runner, self.gpu, self.ram = plan, layouts, runner, gpu, ram
+    def __init__(self, plan: Plan, runner: ModelRunner, gpu: GpuMemory, ram: RamMemory) -> None:
+        self.plan, self.layouts, self.runner, self.gpu, self.ram = plan, layouts(runner.spec), runner, gpu, ram
         self.device, self.dtype = runner.device, runner.dtype
         self.gradient_dtype = torch.float32 if plan.problem.gradient_bytes == 4 else torch.bfloat16
         self._blocks = {block.name: (i, block) for i, block in enumerate(plan.blocks)}
@@ -64,14 +66,9 @@ class Views:
         return self._blocks[name][0]
 
     def layer(self, op: Op) -> int:
-        """Which of the model's decoder layers the op's block computes."""
-        layer = self.runner.spec.blocks[self.block_index(op.block)].layer
-        assert layer is not None
-        return layer
-
-    def branch_of(self, op: Op) -> int:
-        """Of which decoder layer the op's block computes a part."""
-        layer = self.runner.spec.blocks[self.block_index(op.block)].branch_of
+        """Which of the model's decoder layers the op's block computes, or has a part of."""
+        block = self.runner.spec.blocks[self.block_index(op.block)]
+        layer = block.layer if block.branch_of is None else block.branch_of
         assert layer is not None
         return layer
 
@@ -166,13 +163,9 @@ class Views:
 
     def sent(self, slot: int, chunk: Chunk) -> list[Tensor]:
         """What a layer hands to its branch of a chunk, or its gradients, in a slot on the compute device."""
-        raw, result, start = self.gpu.slots[r.GPU_SENT][slot], [], 0
         dtypes = {"compute": self.dtype, "int32": torch.int32, "float32": torch.float32}
-        for each in self.runner.spec.sent:
-            end = start + (chunk.end - chunk.start) * each.nbytes(self.dtype.itemsize)
-            result.append(raw[start:end].view(dtypes[each.dtype]).view(-1, each.width))
-            start = end
-        return result
+        parts = ((dtypes[each.dtype], (chunk.end - chunk.start, each.width)) for each in self.runner.spec.sent)
+        return laid_out(self.gpu.slots[r.GPU_SENT][slot], *parts)
 
     def send(self, slot: int, chunk: Chunk, sent: Sequence[Tensor]) -> None:
         """Put what a layer has handed to its branch of a chunk into a slot."""

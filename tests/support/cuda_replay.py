@@ -29,6 +29,7 @@ from penstock.engine.branches.base import Sent
 from penstock.engine.config import SamplesConfig, TrainConfig
 from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.problem import LOGITS_BYTES
+from penstock.engine.generate.decode import Row
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.anatomy import model_spec
@@ -36,7 +37,7 @@ from penstock.engine.model.layer_graph import Projection
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.skeleton import LayerCall
-from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.optim.adamw import Scalars, scalars
 from penstock.engine.optim.base import UpdateRange
@@ -44,7 +45,7 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import PlanOptions, SampleTier
 from penstock.engine.runtime import sample_ops
-from penstock.engine.runtime.batch import BatchCarrier, SampleRow, StepData
+from penstock.engine.runtime.batch import BatchCarrier, StepData
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -241,11 +242,10 @@ class Arithmetic:
         return graph, graph.y
 
     def graph(
-        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, attend: Any, *, save_graph: bool
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor, *, save_graph: bool
     ) -> Graph:
         self._read(weights, inputs, x)
         projection = self._projection(index, x.shape[0])
-        out = attend(projection)
         self._cuda.use(out, write=False)
         graph = Graph(self, x.shape[0], self._graph_bytes(index, x.shape[0]) if save_graph else 0, projection)
         graph.out = self._cuda.scratch(*out.shape, dtype=out.dtype)
@@ -409,7 +409,7 @@ class Replay:
         self.arithmetic = Arithmetic(cuda, shapes)
         work: tuple[Any, ...] = self.arithmetic, Updates(cuda), Files(cuda), self.gpu, self.ram
         rest = train, LOGITS_BYTES["cuda"], lambda step: None
-        self.runtime = Runtime(self.plan, layouts(self.spec), *work, *rest)
+        self.runtime = Runtime(self.plan, *work, *rest)
         self.builder = ScheduleBuilder(self.plan)
         torch.cuda.synchronize(DEVICE)  # as the executor does when it begins
         self._batches = 0
@@ -448,8 +448,8 @@ class Replay:
         assert self.plan.problem.samples is not None
         self.runtime.drop_tokens()
         lengths = [length - NEW_TOKENS for length in self.plan.problem.samples.lengths]
-        prompts = [SampleRow(i, 0, range(length), wanted=True) for i, length in enumerate(lengths)]
-        tokens = [SampleRow(i, length, [1], wanted=True) for i, length in enumerate(lengths)]
+        prompts = [Row(i, 0, range(length)) for i, length in enumerate(lengths)]
+        tokens = [Row(i, length, [1]) for i, length in enumerate(lengths)]
         for rows, read in ((prompts, {}), (tokens, dict(enumerate(lengths)))):
             data = self._carrier.samples([rows], read)
             number = self.runtime.begin_samples(data)

@@ -15,11 +15,9 @@ from samples import cases
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.loader import make_loader
 from penstock.engine.forecast.costs import Calibration, Costs, op_kind
-from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.forecast.simulate import simulate
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.presets import GENERIC
-from penstock.engine.model.spec import layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.runtime.calibrate import calibrate
@@ -61,9 +59,8 @@ def measured(
     plan = make_plan(plan.problem, replace(plan.choice, **choice))
     loader = make_loader(prepare_data(run, folder).corpus, spec, run)
     compute, batch = Compute.make(spec, t, cpu, {}), loader.next_step()
-    how = compute.runner, compute.optimizer, t, batch, GENERIC, LOGITS_BYTES["cpu"]
     with closing(Lanes.open(cpu, plan.tiers["gpu"].budget_bytes)) as lanes:
-        found = calibrate(plan, layouts(spec), *how, lanes.executor)
+        found = calibrate(plan, compute, t, batch, GENERIC, lanes.executor)
     return plan, [m.documents for m in batch], found
 
 
@@ -213,10 +210,11 @@ def test_nothing_is_compiled_after_calibration(tmp_path: Path, freeze: list[str]
     t = tiny.training(compile="on", freeze=freeze)
     with compiled_afresh() as counters, tiny.session(tmp_path, t=t, ram="16MiB", gpu=tiny.FLOOR) as session:
         runtime, loader = session.runtime, session.loader
-        compute = session.layouts, runtime.runner, runtime.optimizer
+        assert runtime.optimizer is not None
+        compute = Compute(runtime.runner, runtime.optimizer)
         cursor, batch = loader.cursor, loader.next_step()
         loader.seek(cursor)
-        calibrate(session.plan, *compute, t, batch, GENERIC, LOGITS_BYTES["cpu"], session.executor)
+        calibrate(session.plan, compute, t, batch, GENERIC, session.executor)
         before = counters["unique_graphs"]
         assert before > 0
         tiny.steps(session, 3)

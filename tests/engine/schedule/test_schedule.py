@@ -18,9 +18,8 @@ from penstock.engine.plan.plan import Plan, cut_chunks, filled_chunks, sample_re
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions, SampleSpace
 from penstock.engine.runtime.block_ops import BlockOps
-from penstock.engine.runtime.branch_ops import BranchOps
 from penstock.engine.runtime.handlers import handlers_of, handles
-from penstock.engine.runtime.layer_ops import LayerOps
+from penstock.engine.runtime.layer_ops import BranchOps, LayerOps
 from penstock.engine.runtime.sample_ops import SampleOps
 from penstock.engine.runtime.state_ops import StateOps
 from penstock.engine.schedule import actions as a
