@@ -18,7 +18,8 @@ from penstock.engine.machine.profile import AttentionRate, Machine
 from penstock.engine.plan.plan import Filled, Plan, offloaded_graph_bytes
 from penstock.engine.plan.problem import FP32, BlockShape
 from penstock.engine.schedule import actions as a
-from penstock.engine.schedule.actions import ACTIONS, Cost
+from penstock.engine.schedule.action import Cost
+from penstock.engine.schedule.actions import ACTIONS
 from penstock.engine.schedule.builder import is_device_local
 from penstock.engine.schedule.ops import WHOLE, Op
 

@@ -20,6 +20,7 @@ from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan, cut_chunks
 from penstock.engine.plan.problem import BlockShape
 from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.passes import Documents, Pass, evaluation, sampling
 
@@ -177,7 +178,7 @@ def _spent(
     for run in runs:
         times = 1 + run.dropped * run.period / len(run.blocks)
         stands_for |= {name: times for i in run.blocks for name in (plan.blocks[i].name, *plan.blocks[i].buffers)}
-    busy_s = dict.fromkeys(a.LANES, 0.0)
+    busy_s = dict.fromkeys(LANES, 0.0)
     for op, start, end in clocks.times:
         busy_s[op.lane] += (end - start) * stands_for.get(op.block, 1.0)
     return Spent(max(clocks.times[-1][2] + dropped_s, *busy_s.values()), {str(lane): s for lane, s in busy_s.items()})

@@ -17,7 +17,7 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import frozen_bytes, generation_bytes
 from penstock.engine.plan.problem import FP32, PlanOptions
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.action import LANES
 from penstock.storage.files.errors import BudgetError
 from penstock.storage.tier.chunk import ChunkFormat
 

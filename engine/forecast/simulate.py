@@ -16,7 +16,7 @@ from penstock.engine.events import Span
 from penstock.engine.forecast.costs import Costs
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Filled, Plan
-from penstock.engine.schedule.actions import LANES, Lane
+from penstock.engine.schedule.action import LANES, Lane
 from penstock.engine.schedule.builder import ScheduleBuilder, is_device_local
 from penstock.engine.schedule.ops import Op, span_of
 from penstock.engine.schedule.passes import training

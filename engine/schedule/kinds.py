@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from penstock.engine.branches.base import BRANCHES
 from penstock.engine.schedule import actions as a
@@ -21,29 +20,9 @@ ONWARD: frozenset[Mode] = frozenset({"forward", "evaluate", "generate"})
 WITH_GRADIENTS: frozenset[Mode] = frozenset({"loss", "backward"})
 """Modes that add to the gradients of a block's parameters."""
 
-KINDS: dict[str, Mapping[Mode, a.Action]] = {
-    "embed": {
-        "forward": a.EMBED_FORWARD,
-        "backward": a.EMBED_BACKWARD,
-        "evaluate": a.EMBED_EVALUATE,
-        "generate": a.EMBED_GENERATE,
-    },
-    "layer": {
-        "forward": a.LAYER_FORWARD,
-        "recompute": a.LAYER_RECOMPUTE,
-        "backward": a.LAYER_BACKWARD,
-        "evaluate": a.LAYER_EVALUATE,
-        "generate": a.LAYER_GENERATE,
-    },
-    "head": {"score": a.HEAD_SCORE, "loss": a.HEAD, "evaluate": a.HEAD_EVALUATE, "generate": a.HEAD_GENERATE},
-    **{
-        kind: {
-            "forward": a.BRANCH_FORWARD[kind],
-            "backward": a.BRANCH_BACKWARD[kind],
-            "evaluate": a.BRANCH_EVALUATE[kind],
-            "generate": a.BRANCH_GENERATE[kind],
-        }
-        for kind in BRANCHES
-    },
+KINDS: dict[str, dict[Mode, a.Action]] = {
+    kind: {mode: a.ACTIONS[name] for mode in get_args(Mode) if (name := f"{kind}_{mode}") in a.ACTIONS}
+    for kind in ("embed", "layer", "head", *BRANCHES)
 }
-"""Kind of block -> mode -> what computes the block whole."""
+"""Kind of block -> mode -> what computes the block whole: the action of both names."""
+KINDS["head"]["loss"] = a.HEAD

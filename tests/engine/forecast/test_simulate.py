@@ -19,7 +19,7 @@ from penstock.engine.forecast.simulate import BUILD_S, DISPATCH_S, Clocks, Deadl
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanInput, PlanOptions
-from penstock.engine.schedule.actions import LANES, Lane
+from penstock.engine.schedule.action import LANES, Lane
 from penstock.engine.schedule.builder import ScheduleBuilder, is_device_local
 from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import evaluation, training

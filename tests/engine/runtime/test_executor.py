@@ -25,7 +25,8 @@ from penstock.engine.optim.base import UpdateRange
 from penstock.engine.runtime import executor as executors
 from penstock.engine.runtime.executor import GPU_LANES, Executor
 from penstock.engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
-from penstock.engine.schedule.actions import LANES, NORM
+from penstock.engine.schedule.action import LANES
+from penstock.engine.schedule.actions import NORM
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
