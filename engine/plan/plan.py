@@ -28,15 +28,11 @@ from penstock.engine.plan.problem import (
     PlanInput,
     PlanOptions,
     Pool,
-    SampleTier,
     Tier,
 )
 
 Graph = Literal["gpu", "offloaded"] | None
 """Where the saved graph of a layer's chunk is; None: it is not saved."""
-
-SAMPLES_SHARE = 64
-"""Keys and values of a run's samples stay on the GPU where they take no more than one part in so many of its budget."""
 
 Filled = Sequence[int | None]
 """Per micro-batch its tokens before the padding that ends it; None: it has no padding."""
@@ -237,20 +233,17 @@ class Plan:
     def _saved(self) -> dict[str, dict[str, Any]]:
         """Buffer, the first of its layer -> chunks by what is saved of them, and those whose saved activations are not
         in RAM."""
-        cached, spilled, held = _counts(self.saved_graphs), _counts(self.spilled), _counts(self.saved_on_gpu)
-        offloaded = _counts(self.offloaded_graphs)
-        nothing = {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0, "offloaded_graphs": 0}
-        result: dict[str, dict[str, Any]] = {name: dict(nothing) for name in self.buffers}
-        for i, block in enumerate(self.blocks):
-            if block.saved_inputs and block.backward and block.buffers:
-                rest = "full" if i in self.recomputed or not block.attends else "selective"
-                saved = {"none": cached[i], "selective": 0, "full": 0} | {rest: self.num_group_chunks - cached[i]}
-                result[block.buffers[0]] = {
-                    "activation_checkpointing": saved,
-                    "spilled": spilled[i],
-                    "saved_on_gpu": held[i],
-                    "offloaded_graphs": offloaded[i],
-                }
+        layers = {b.buffers[0]: i for i, b in enumerate(self.blocks) if b.saved_inputs and b.backward and b.buffers}
+        elsewhere = ("spilled", "saved_on_gpu", "offloaded_graphs")
+        counts = {name: Counter(i for i, _ in getattr(self, name)) for name in ("saved_graphs", *elsewhere)}
+        result = {}
+        for name in self.buffers:
+            saved, i = {}, layers.get(name, -1)
+            if i >= 0:
+                rest = "full" if i in self.recomputed or not self.blocks[i].attends else "selective"
+                cached = counts["saved_graphs"][i]
+                saved = {"none": cached, "selective": 0, "full": 0} | {rest: self.num_group_chunks - cached}
+            result[name] = {"activation_checkpointing": saved, **{kind: counts[kind][i] for kind in elsewhere}}
         return result
 
     def _item_bytes(self, buffer: BufferPlan) -> int:
@@ -313,10 +306,6 @@ def part_stage_bytes(buffers: Iterable[BufferShape | BufferPlan], problem: PlanI
     """Bytes that any part of any kind of the `buffers` fits; of frozen ones where the device does not read itself."""
     sizes = {False: FP32, True: 0 if problem.device_reads else problem.compute_bytes}
     return max(buffer.part_numel * sizes[buffer.frozen] for buffer in buffers)
-
-
-def _counts(keys: frozenset[tuple[int, int]]) -> Counter[int]:
-    return Counter(block for block, _ in keys)
 
 
 def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int, per_row: bool) -> tuple[Chunk, ...]:
@@ -477,21 +466,6 @@ def sample_regions(problem: PlanInput) -> SampleRegions:
         stages = list(sizes.values())
     logits = aligned(len(space.lengths) * space.vocabulary * FP32)
     return SampleRegions(list(sizes), stages, logits, sizes if space.tier == "ram" else {})
-
-
-def sample_tiers(problem: PlanInput) -> list[SampleTier]:
-    """Where keys and values of samples may be cached, the best tier first.
-
-    On the compute device nothing has to be copied; of a run, which rarely writes samples, they take little of it.
-    """
-    space = problem.samples
-    assert space is not None
-    if not space.keeps:
-        return ["nowhere"]
-    if not problem.trains:
-        return ["gpu", "ram", "nowhere"]
-    there = sample_regions(replace(problem, samples=replace(space, tier="gpu"))).gpu_bytes
-    return ["gpu", "ram"] if there * SAMPLES_SHARE <= problem.gpu_budget else ["ram"]
 
 
 def boundary_chunks(problem: PlanInput, group_chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
