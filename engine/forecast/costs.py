@@ -72,6 +72,18 @@ class Calibration:
         return {"samples": samples} | {name: getattr(self, name) for name in rates}
 
 
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a step of a plan is simulated under: the machine, and what is known of the batch."""
+
+    machine: Machine
+    calibration: Calibration | None = None
+    documents: Sequence[Sequence[int]] | None = None
+    """Per micro-batch the sorted starts of its documents; None: every row is one."""
+    filled: Filled | None = None
+    """Per micro-batch its tokens before the padding (plan.filled_chunks); None: there is none."""
+
+
 def representatives(blocks: Sequence[BlockShape]) -> list[str]:
     """For each block the name of the first one that computes the same."""
     first: dict[tuple[Any, ...], str] = {}
@@ -95,26 +107,15 @@ def _twins(op: Op) -> tuple[Op, ...]:
 
 
 class Costs:
-    """Seconds of any op of a plan on a machine, while nothing else shares what it uses.
+    """Seconds of any op of `plan` under `on`, while nothing else shares what it uses; `merged`: each chunk stands for
+    so many (engine/forecast/extrapolate.py)."""
 
-    `documents`: per micro-batch the sorted starts of its documents; None: one document a row. `filled`: per micro-batch
-    its tokens before the padding (plan.filled_chunks); None: there is none. `merged`: each chunk stands for so many
-    (engine/forecast/extrapolate.py).
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        machine: Machine,
-        calibration: Calibration | None = None,
-        documents: Sequence[Sequence[int]] | None = None,
-        filled: Filled | None = None,
-        merged: int = 1,
-    ) -> None:
-        self._plan, self._machine = plan, machine
-        self._calibration = calibration or Calibration()
-        self._documents = plan.row_documents if documents is None else documents
-        self._chunks = {chunk.index: chunk for chunk in plan.filled_chunks(filled)}
+    def __init__(self, plan: Plan, on: Conditions, merged: int = 1) -> None:
+        self.plan, self.on = plan, on
+        machine = self._machine = on.machine
+        self._calibration = on.calibration or Calibration()
+        self._documents = plan.row_documents if on.documents is None else on.documents
+        self._chunks = {chunk.index: chunk for chunk in plan.filled_chunks(on.filled)}
         self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
@@ -150,12 +151,12 @@ class Costs:
         return self._by_action[op.action.name](op)
 
     def _copy(self, op: Op) -> float:
-        if is_device_local(self._plan, op):
+        if is_device_local(self.plan, op):
             return COPY_S + 2 * op.nbytes / self._machine.gpu_copy_bytes_per_s
         return COPY_S + op.nbytes / (self._h2d if op.lane == "h2d" else self._d2h)
 
     def _update_seconds(self, op: Op) -> float:
-        start, end = self._plan.buffers[op.block].update(op.index)
+        start, end = self.plan.buffers[op.block].update(op.index)
         return COPY_S + (end - start) / self._update
 
     def _read(self, op: Op) -> float:
@@ -169,7 +170,7 @@ class Costs:
         return DISK_S + op.nbytes / self._nvme_write
 
     def _buffer(self, op: Op) -> float:
-        numel = self._plan.buffers[op.block].numel
+        numel = self.plan.buffers[op.block].numel
         moved = self._update_bytes if op.action.phase == "update" else FP32
         return COPY_S + numel * moved / self._machine.gpu_copy_bytes_per_s
 
@@ -204,7 +205,7 @@ class Costs:
 
     def _block(self, op: Op) -> float:
         block = self._blocks[op.block]
-        new = sum(self._plan.buffers[name].numel for name in block.buffers if a.zero(name) in op.flags)
+        new = sum(self.plan.buffers[name].numel for name in block.buffers if a.zero(name) in op.flags)
         # A layer's first gradients take the place of sums that nobody reads; of other blocks they are zeroed before.
         zeroing = (-new if op.action.work.fresh_gradients else new) * FP32 / self._machine.gpu_copy_bytes_per_s
         key = (op_kind(op, self._same[op.block]), self.tokens(op), self.pairs(op))
@@ -266,7 +267,7 @@ class Costs:
         tokens = self.tokens(op) if tokens is None else tokens
         pairs = self.pairs(op) if pairs is None else pairs
         block, machine = self._blocks[op.block], self._machine
-        p = self._plan.problem
+        p = self.plan.problem
         hidden = tokens * p.hidden_size * p.compute_bytes
         work, passes = op.action.work, self._matmul_passes(op, block)
         if work.looks_up:
@@ -312,7 +313,7 @@ class Costs:
             return 0.0
         heads = max(1, block.lse_bytes_per_token // FP32)
         width = block.q_numel_per_token // heads
-        rate = attention_rate(self._machine, width, self._plan.max_chunk_tokens // self._merged)
+        rate = attention_rate(self._machine, width, self.plan.max_chunk_tokens // self._merged)
         speed = rate.forward_flops if per_q == 2 else rate.backward_flops
         return pairs * (per_q * block.q_numel_per_token + per_out * block.out_numel_per_token) / speed
 

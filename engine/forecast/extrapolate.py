@@ -13,11 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.engine.forecast.costs import Calibration, Costs, representatives
+from penstock.engine.forecast.costs import Conditions, Costs, representatives
 from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
-from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan, cut_chunks
+from penstock.engine.plan.plan import BufferPlan, Chunk, Plan, cut_chunks
 from penstock.engine.plan.problem import BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.action import LANES
@@ -50,85 +49,51 @@ class _Run:
     """Layers after which they repeat: 2 where every other one has a sliding window, say."""
 
 
-def estimate(
-    plan: Plan,
-    machine: Machine,
-    calibration: Calibration | None = None,
-    documents: Sequence[Sequence[int]] | None = None,
-    filled: Filled | None = None,
-    *,
-    full: bool = False,
-    settled: bool = True,
-) -> Simulation:
+def estimate(plan: Plan, on: Conditions, *, full: bool = False, settled: bool = True) -> Simulation:
     """A step of `plan`: simulated whole where it is small or `full`, else by a few layers of each kind.
 
     `settled`: see simulate; a few layers never are.
     The spans are those of the layers simulated. Raises engine.forecast.simulate.Deadlock.
     """
     if full or num_ops(plan) <= FULL_OPS:
-        costs = Costs(plan, machine, calibration, documents, filled)
-        return simulate(plan, costs, machine, documents, filled, settled=settled)
-    runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled)
-    result = simulate(small, costs, machine, joined, filled, settled=False)
-    return _extended(plan, runs, small, result)
+        return simulate(Costs(plan, on), settled=settled)
+    runs, costs = _small(plan, on)
+    return _extended(plan, runs, costs.plan, simulate(costs, settled=False))
 
 
-def estimate_evaluation(
-    plan: Plan,
-    machine: Machine,
-    calibration: Calibration | None = None,
-    documents: Sequence[Sequence[int]] | None = None,
-    filled: Filled | None = None,
-    *,
-    full: bool = False,
-) -> float:
+def estimate_evaluation(plan: Plan, on: Conditions, *, full: bool = False) -> float:
     """Seconds that a validation's pass over as much as a step has takes; what it updates, the next step need not."""
-    return plan.num_groups * evaluation_spent(plan, machine, documents, filled, calibration, full=full).seconds
+    return plan.num_groups * evaluation_spent(plan, on, full=full).seconds
 
 
-def evaluation_spent(
-    plan: Plan,
-    machine: Machine,
-    documents: Sequence[Sequence[int]] | None,
-    filled: Filled | None = None,
-    calibration: Calibration | None = None,
-    *,
-    full: bool = False,
-) -> Spent:
+def evaluation_spent(plan: Plan, on: Conditions, *, full: bool = False) -> Spent:
     """Of one group's documents."""
 
     def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
         return evaluation(plan, 1, 1, documents=documents, chunks=chunks)
 
-    return _spent(make, plan, machine, calibration, documents, filled, full)
+    return _spent(make, plan, on, full)
 
 
-def estimate_samples(
-    plan: Plan, machine: Machine, calibration: Calibration | None = None, *, new_tokens: int, full: bool = False
-) -> float:
+def estimate_samples(plan: Plan, on: Conditions, *, new_tokens: int, full: bool = False) -> float:
     """Seconds that the samples of a step take, with `new_tokens` behind each prompt: a pass over the prompts, and one
     for each further token, as it is halfway through."""
     space = plan.problem.samples
     assert space is not None
     rows, mean = len(space.lengths), sum(space.lengths) // len(space.lengths)
-    so_far = mean - new_tokens // 2
-    first = sampling_spent(plan, machine, rows, mean - new_tokens, 0, calibration, full=full)
-    later = (so_far, 0) if space.tier == "nowhere" else (1, so_far)
-    return (
-        first.seconds + (new_tokens - 1) * sampling_spent(plan, machine, rows, *later, calibration, full=full).seconds
-    )
+    first = sampling_spent(plan, on, rows, mean - new_tokens, 0, full=full)
+    later = later_spent(plan, on, rows, mean - new_tokens // 2, full=full)
+    return first.seconds + (new_tokens - 1) * later.seconds
 
 
-def sampling_spent(
-    plan: Plan,
-    machine: Machine,
-    sequences: int,
-    new: int,
-    read: int,
-    calibration: Calibration | None = None,
-    *,
-    full: bool = False,
-) -> Spent:
+def later_spent(plan: Plan, on: Conditions, sequences: int, tokens: int, *, full: bool = False) -> Spent:
+    """Of one more token of each of so many sequences, which have `tokens` so far."""
+    space = plan.problem.samples
+    new, read = (tokens, 0) if space is not None and space.tier == "nowhere" else (1, tokens)
+    return sampling_spent(plan, on, sequences, new, read, full=full)
+
+
+def sampling_spent(plan: Plan, on: Conditions, sequences: int, new: int, read: int, *, full: bool = False) -> Spent:
     """Of `new` tokens of each of so many sequences, of which `read` have been read."""
 
     def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
@@ -138,7 +103,7 @@ def sampling_spent(
     times = -(-tokens // (window * plan.group))
     filled = [max(0, min(window, -(-tokens // times) - window * i)) for i in range(plan.problem.micro_batches)]
     documents = [list(range(0, window, max(1, new)))] * plan.problem.micro_batches
-    spent = _spent(make, plan, machine, calibration, documents, filled, full)
+    spent = _spent(make, plan, replace(on, documents=documents, filled=filled), full)
     return Spent(times * spent.seconds, {lane: times * seconds for lane, seconds in spent.busy_s.items()})
 
 
@@ -151,26 +116,17 @@ class Spent:
     """Lane -> seconds in which it had an op under way."""
 
 
-def _spent(
-    make: Callable[[Plan, Documents, Sequence[Chunk]], Pass],
-    plan: Plan,
-    machine: Machine,
-    calibration: Calibration | None,
-    documents: Documents | None,
-    filled: Filled | None,
-    full: bool,
-) -> Spent:
+def _spent(make: Callable[[Plan, Documents, Sequence[Chunk]], Pass], plan: Plan, on: Conditions, full: bool) -> Spent:
     """Of the pass forward that `make` makes of documents and chunks of one group."""
     runs: list[_Run] = []
-    small, joined = plan, plan.row_documents if documents is None else documents
     if full or num_ops(plan) <= FULL_OPS:
-        costs = Costs(plan, machine, calibration, documents, filled)
+        costs = Costs(plan, on)
     else:
         # Where all chunks' hidden states fit their slots, none crosses the link.
-        more_than = ACTIVATIONS["x"].slots
-        runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled, more_than)
-    clocks, chunks = Clocks(machine), [c for c in small.filled_chunks(filled) if c.micro_batch < small.group]
-    clocks.run(ScheduleBuilder(small).ops(make(small, joined, chunks)), costs)
+        runs, costs = _small(plan, on, ACTIVATIONS["x"].slots)
+    small, documents, filled = costs.plan, costs.on.documents, costs.on.filled
+    clocks, chunks = Clocks(on.machine), [c for c in small.filled_chunks(filled) if c.micro_batch < small.group]
+    clocks.run(ScheduleBuilder(small).ops(make(small, documents or small.row_documents, chunks)), costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
     stands_for: dict[str, float] = {}
@@ -184,29 +140,20 @@ def _spent(
     return Spent(max(clocks.times[-1][2] + dropped_s, *busy_s.values()), {str(lane): s for lane, s in busy_s.items()})
 
 
-def _small(
-    plan: Plan,
-    machine: Machine,
-    calibration: Calibration | None,
-    documents: Sequence[Sequence[int]] | None,
-    filled: Filled | None,
-    more_than: int = 0,
-) -> tuple[list[_Run], Plan, list[list[int]], Filled | None, Costs]:
-    """The plan with a few layers of each run, groups, chunks and parts; its documents and padding, and what its ops
-    cost.
+def _small(plan: Plan, on: Conditions, more_than: int = 0) -> tuple[list[_Run], Costs]:
+    """What the ops cost of the plan with a few layers of each run, groups, chunks and parts, and of its batch.
 
     It has `more_than` so many chunks in a group if the plan has.
     """
     runs = _runs(plan)
-    plan, documents, filled = _few_groups(plan, documents, filled)
+    plan, on = _few_groups(plan, on)
     shallow = _shallow(plan, [i for run in runs for i in run.blocks])
     times = -(-plan.num_group_chunks // MOST_CHUNKS)
     while times > 1 and _few_chunks(shallow, times).num_group_chunks <= more_than:
         times -= 1
-    small = _few_parts(_few_chunks(shallow, times))
-    joined, few_filled = _joined(plan, documents, filled, times)
-    merged = round(len(plan.filled_chunks(filled)) / len(small.filled_chunks(few_filled)))
-    return runs, small, joined, few_filled, Costs(small, machine, calibration, joined, few_filled, merged=merged)
+    small, joined = _few_parts(_few_chunks(shallow, times)), _joined(plan, on, times)
+    merged = round(len(plan.filled_chunks(on.filled)) / len(small.filled_chunks(joined.filled)))
+    return runs, Costs(small, joined, merged)
 
 
 def _pace(ends: Sequence[float], run: _Run) -> float:
@@ -258,22 +205,17 @@ def _repeats(kinds: Sequence[object], start: int, period: int) -> int:
     return times
 
 
-def _few_groups(
-    plan: Plan, documents: Sequence[Sequence[int]] | None, filled: Filled | None
-) -> tuple[Plan, Sequence[Sequence[int]] | None, Filled | None]:
-    """The plan with its first two groups and its last one, and the documents and the padding of these."""
+def _few_groups(plan: Plan, on: Conditions) -> tuple[Plan, Conditions]:
+    """The plan with its first two groups and its last one, and the batch of these."""
     if plan.num_groups <= MOST_GROUPS:
-        return plan, documents, filled
+        return plan, on
     p, group = plan.problem, plan.group
     members = [*range(2 * group), *range((plan.num_groups - 1) * group, p.micro_batches)]
     problem = replace(p, micro_batches=len(members))
     chunks = cut_chunks(len(members), p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
-    few = replace(plan, problem=problem, chunks=chunks)
-    return (
-        few,
-        None if documents is None else [documents[i] for i in members],
-        None if filled is None else [filled[i] if i < len(filled) else 0 for i in members],
-    )
+    documents = None if on.documents is None else [on.documents[i] for i in members]
+    filled = None if on.filled is None else [on.filled[i] if i < len(on.filled) else 0 for i in members]
+    return replace(plan, problem=problem, chunks=chunks), replace(on, documents=documents, filled=filled)
 
 
 def _few_parts(plan: Plan) -> Plan:
@@ -356,16 +298,12 @@ def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> in
     return next(c.index for c in chunks if c.micro_batch == batch and c.start <= start < c.end)
 
 
-def _joined(
-    plan: Plan, documents: Sequence[Sequence[int]] | None, filled: Filled | None, times: int
-) -> tuple[list[list[int]], Filled | None]:
-    """Per micro-batch of `_few_chunks` the starts of its documents, and its tokens before the padding.
-
-    What is in front of the padding of those that become one is laid end to end.
-    """
-    starts = plan.row_documents if documents is None else documents
+def _joined(plan: Plan, on: Conditions, times: int) -> Conditions:
+    """The batch of `_few_chunks`: what is in front of the padding of micro-batches that become one is laid end to
+    end."""
+    starts = plan.row_documents if on.documents is None else on.documents
     _, batches = _group(plan, times)
-    ends = [plan.window_tokens if end is None else end for end in filled or [None] * plan.problem.micro_batches]
+    ends = [plan.window_tokens if end is None else end for end in on.filled or [None] * plan.problem.micro_batches]
     joined: list[list[int]] = []
     totals: list[int | None] = []
     for first in range(0, plan.problem.micro_batches, batches):
@@ -375,7 +313,7 @@ def _joined(
             total += end
         joined.append(result or [0])
         totals.append(total)
-    return joined, None if filled is None else totals
+    return replace(on, documents=joined, filled=None if on.filled is None else totals)
 
 
 def _shallow(plan: Plan, blocks: list[int]) -> Plan:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from penstock.engine.forecast.extrapolate import evaluation_spent, sampling_spent
+from penstock.engine.forecast.costs import Conditions
+from penstock.engine.forecast.extrapolate import evaluation_spent, later_spent, sampling_spent
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
     DTYPE_BYTES,
@@ -179,13 +180,12 @@ class Query:
         `stored`: bytes of each buffer on disk. `filled`: what stays in memory is there already.
         """
         if new_tokens:
-            middle = prompt_tokens + new_tokens // 2
-            first = sampling_spent(plan, machine, sequences, prompt_tokens, 0)
-            rereads = sample_tier(plan) == "nowhere"
-            later = sampling_spent(plan, machine, sequences, *((middle, 0) if rereads else (1, middle)))
+            first = sampling_spent(plan, Conditions(machine), sequences, prompt_tokens, 0)
+            later = later_spent(plan, Conditions(machine), sequences, prompt_tokens + new_tokens // 2)
         else:
             documents = list(range(0, plan.window_tokens, max(1, prompt_tokens)))
-            first = later = evaluation_spent(plan, machine, [documents] * plan.problem.micro_batches)
+            on = Conditions(machine, documents=[documents] * plan.problem.micro_batches)
+            first = later = evaluation_spent(plan, on)
         loading = [buffer.name for buffer in plan.buffers.values() if buffer.weights != "nvme"]
         load_s = 0.0 if filled else sum(stored[name] for name in loading) / machine.nvme_read_bytes_per_s
         lane = max(later.busy_s, key=later.busy_s.__getitem__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.engine.config import PART_STEP, Recipe, parse_bytes
 from penstock.engine.forecast.choices import chunk_options
-from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.least import MemoryTier, NoPlanError, helps, least, why_not
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
@@ -170,18 +170,8 @@ class PlanRequest:
         Raises BudgetError where no plan fits: how much would do, and what of the recipe to lower instead.
         """
         try:
-            return search(
-                self.problem,
-                self.chunks,
-                machine,
-                calibration,
-                documents,
-                filled,
-                known=known,
-                only=only,
-                before=before,
-                rough=rough,
-            )
+            on = Conditions(machine, calibration, documents, filled)
+            return search(self.problem, self.chunks, on, known=known, only=only, before=before, rough=rough)
         except NoPlanError as error:
             raise self._explained(error) from None
 

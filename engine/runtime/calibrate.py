@@ -21,7 +21,7 @@ from penstock.engine import preparing
 from penstock.engine.clock import elapsed_s
 from penstock.engine.config import TrainConfig
 from penstock.engine.data.loader import MicroBatch
-from penstock.engine.forecast.costs import Calibration, Costs, Sample, op_kind
+from penstock.engine.forecast.costs import Calibration, Conditions, Costs, Sample, op_kind
 from penstock.engine.machine.profile import Machine
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.optim.base import Optimizer, UpdateRange
@@ -138,7 +138,7 @@ def _compute_ops(
         )
         whole = [replace(m, filled=None) for m in batch]  # chunks of full length are measured, padding or not
         runtime.begin(1, BatchCarrier(plan.chunks, device).step(whole, {}))
-        costs = Costs(plan, machine, None, documents)
+        costs = Costs(plan, Conditions(machine, documents=documents))
         units = list(_units(plan, costs, documents))
         chosen = _chosen(units)
         if brief:
