@@ -327,8 +327,8 @@ def penstock_attention(
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """A causal mask that hides old keys: all but the last `size` (sliding), or those of earlier blocks of `size` tokens
-    counted from the document's start (chunked)."""
+    """Hides all keys but the last `size` (sliding), or those of earlier blocks of `size` tokens of a document
+    (chunked)."""
 
     kind: Literal["sliding", "chunked"]
     size: int

@@ -299,8 +299,7 @@ def _label(kind: _Kind, size: _Size) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What may not change if rankings and bits are to be the same: versions of torch and of the kernels, and the GPU,
-    or the CPU's instructions."""
+    """What may not change if rankings and bits are to be the same: versions, and the GPU or the CPU's instructions."""
     result = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         major, minor = capability(device)

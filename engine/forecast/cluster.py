@@ -176,8 +176,7 @@ class _OnCluster:
         self.spec, self.cluster, self.recompute = spec, cluster, recompute
         self.achieved = ACHIEVED["compiled" if compiled else "eager"]
         self.graphs = _graph_bytes(spec, compiled)
-        """Per layer: bytes a token that autograd holds of it where nothing is recomputed, which its elementwise work
-        passes through memory."""
+        """Per layer: bytes a token of its graph, which its elementwise work passes through memory."""
         layers = [self._params(block.buffers) for block in spec.blocks[1:-1]]
         ends = self._params(dict.fromkeys((*spec.blocks[0].buffers, *spec.blocks[-1].buffers)))
         self.groups = [*layers, ends]
@@ -215,8 +214,8 @@ class _OnCluster:
     # ------------------------------------------------------------------ time
 
     def step(self, tokens: int, lengths: Sequence[int], each: int) -> tuple[float, Traffic, float]:
-        """Seconds that a GPU computes in a step of `each` micro-batches of so many tokens; what crosses the links; and
-        seconds of the step. `lengths`: of the documents of all GPUs' micro-batches."""
+        """(seconds that a GPU computes, what crosses the links, seconds) of a step; `lengths`: of all GPUs'
+        documents."""
         spec, trained = self.spec, self.spec.num_trained
         all_micro_batches = each * self.cluster.gpus
         update = UPDATE_BYTES * trained / self.cluster.gpus / self.cluster.gpu.copy_bytes_per_s
@@ -260,8 +259,7 @@ class _OnCluster:
         return seconds / self.achieved + 2 * LAUNCH_S["gpu"]
 
     def _head(self, tokens: int) -> float:
-        """Seconds of the head forward and backward, and of the loss, whose logits pass through memory once more than in
-        one machine's loss: they are made whole."""
+        """Seconds of the head and the loss, whose logits, made whole, pass through memory twice as often as in ours."""
         spec, gpu, last = self.spec, self.cluster.gpu, len(self.spec.blocks) - 1
         flops = block_matmul(spec, spec.blocks[last]) + backward_matmul(spec, last)
         passed = 2 * HEAD_BYTES * spec.vocab_size
@@ -278,8 +276,7 @@ def _attention_rate(rates: Sequence[AttentionRate], head_dim: int) -> AttentionR
 
 
 def _graph_bytes(spec: ModelSpec, compiled: bool) -> list[int]:
-    """Per layer the bytes a token of its graph in bfloat16; of a layer of which they are not known as costs.py has
-    it."""
+    """Per layer the bytes a token of its graph in bfloat16; where they are not known as costs.py has it."""
     known: Sequence[int | None] = (None,) * len(spec.attention)
     for key, scale in ((graph_key("bfloat16", compiled), 1), (graph_key("bfloat16", False), 1), ("float32", 2)):
         if key in spec.graph_bytes:

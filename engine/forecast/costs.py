@@ -8,7 +8,7 @@ replaces them, for the ops that it measured, by their times on the real device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from msgspec import structs
@@ -35,8 +35,7 @@ COMMIT_S = 3e-2
 HEAD_BYTES = 12
 """Bytes of memory that the loss passes through per token and entry of the vocabulary: engine/model/loss.py."""
 UPDATE_BYTES = 30
-"""Read or written per parameter by an optimizer with two moments, for which machines' rates are given: gradient,
-master weights and moments, weights."""
+"""Read or written per parameter by an optimizer with two moments, for which machines' rates are given."""
 
 _WITH_GRAPH = "+" + a.SAVED_GRAPH
 
@@ -64,12 +63,7 @@ class Calibration:
     d2h_bytes_per_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        samples = {
-            kind: [{"tokens": s.tokens, "pairs": s.pairs, "seconds": s.seconds} for s in result]
-            for kind, result in self.samples.items()
-        }
-        rates = ("graph_bytes_per_token", "update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
-        return {"samples": samples} | {name: getattr(self, name) for name in rates}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +80,8 @@ class Conditions:
 
 def representatives(blocks: Sequence[BlockShape]) -> list[str]:
     """For each block the name of the first one that computes the same."""
-    first: dict[tuple[Any, ...], str] = {}
-    return [first.setdefault(_same(block), block.name) for block in blocks]
-
-
-def _same(block: BlockShape) -> tuple[Any, ...]:
-    names = [n for n in BlockShape.__dataclass_fields__ if n not in ("name", "buffers", "inputs")]
-    return tuple(getattr(block, name) for name in names)
+    first: dict[BlockShape, str] = {}
+    return [first.setdefault(block.nameless, block.name) for block in blocks]
 
 
 def op_kind(op: Op, representative: str) -> str:
@@ -107,8 +96,7 @@ def _twins(op: Op) -> tuple[Op, ...]:
 
 
 class Costs:
-    """Seconds of any op of `plan` under `on`, while nothing else shares what it uses; `merged`: each chunk stands for
-    so many (engine/forecast/extrapolate.py)."""
+    """Seconds of any op that shares nothing; `merged`: each chunk stands for so many (forecast/extrapolate.py)."""
 
     def __init__(self, plan: Plan, on: Conditions, merged: int = 1) -> None:
         self.plan, self.on = plan, on
@@ -244,6 +232,7 @@ class Costs:
             if block not in names:
                 continue
             name, with_graph, _ = action.partition(_WITH_GRAPH)
+            flags = frozenset([a.SAVED_GRAPH] if with_graph else [])
             op = Op(
                 id=0,
                 action=ACTIONS[name],
@@ -254,7 +243,7 @@ class Costs:
                 writes=(),
                 deps=(),
                 slots={a.KEYS: 0},
-                flags=frozenset([a.SAVED_GRAPH] if with_graph else []),
+                flags=flags,
             )
             for sample in samples:
                 measured += sample.seconds

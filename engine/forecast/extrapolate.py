@@ -76,8 +76,8 @@ def evaluation_spent(plan: Plan, on: Conditions, *, full: bool = False) -> Spent
 
 
 def estimate_samples(plan: Plan, on: Conditions, *, new_tokens: int, full: bool = False) -> float:
-    """Seconds that the samples of a step take, with `new_tokens` behind each prompt: a pass over the prompts, and one
-    for each further token, as it is halfway through."""
+    """Seconds of a step's samples: a pass over the prompts, and one for each further token, as it is halfway
+    through."""
     space = plan.problem.samples
     assert space is not None
     rows, mean = len(space.lengths), sum(space.lengths) // len(space.lengths)
@@ -175,16 +175,13 @@ def num_ops(plan: Plan) -> int:
 
 def _runs(plan: Plan) -> list[_Run]:
     """Blocks in order; layers in runs of equals."""
-    counts: dict[str, dict[int, int]] = {}
-    for name in ("saved_graphs", "offloaded_graphs", "saved_on_gpu", "spilled"):
-        counts[name] = defaultdict(int)
-        for block, _ in getattr(plan, name):
-            counts[name][block] += 1
+    sets = (plan.saved_graphs, plan.offloaded_graphs, plan.saved_on_gpu, plan.spilled)
+    counts = [Counter(block for block, _ in keys) for keys in sets]
     same = representatives(plan.blocks)
     kinds: list[object] = []
     for i, block in enumerate(plan.blocks):
         buffers = [replace(plan.buffers[name], name="") for name in block.buffers]
-        kinds.append((same[i], buffers, i in plan.recomputed, *(counts[name][i] for name in counts)))
+        kinds.append((same[i], buffers, i in plan.recomputed, *(count[i] for count in counts)))
     runs, start = [], 0
     while start < len(kinds):
         times, period = max((_repeats(kinds, start, n), -n) for n in range(1, MOST_PERIOD + 1))
@@ -242,15 +239,8 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
         for local, first in enumerate(range(0, len(members), width)):
             group = members[first : first + width]
             shift = [(c.micro_batch - batch) * plan.window_tokens for c in (group[0], group[-1])]
-            chunks.append(
-                Chunk(
-                    index=len(chunks),
-                    micro_batch=batch // batches,
-                    local=local,
-                    start=group[0].start + shift[0],
-                    end=group[-1].end + shift[1],
-                )
-            )
+            start, end = group[0].start + shift[0], group[-1].end + shift[1]
+            chunks.append(Chunk(index=len(chunks), micro_batch=batch // batches, local=local, start=start, end=end))
     of = {c.index: _index_of(chunks, c, plan, batches) for c in plan.group_chunks}
     sizes = Counter(of.values())
 
@@ -299,8 +289,7 @@ def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> in
 
 
 def _joined(plan: Plan, on: Conditions, times: int) -> Conditions:
-    """The batch of `_few_chunks`: what is in front of the padding of micro-batches that become one is laid end to
-    end."""
+    """The batch of `_few_chunks`: of micro-batches that become one, what precedes the padding is laid end to end."""
     starts = plan.row_documents if on.documents is None else on.documents
     _, batches = _group(plan, times)
     ends = [plan.window_tokens if end is None else end for end in on.filled or [None] * plan.problem.micro_batches]
@@ -352,9 +341,8 @@ def _extended(plan: Plan, runs: list[_Run], small: Plan, result: Simulation) -> 
     number = {index: k for k, members in enumerate(groups) for index in members}
     computed = [s for s in result.spans if s.lane == "compute" and s.chunk in number and s.op != a.UPDATE_ON_GPU.name]
     group_ends = [max(s.end_s for s in computed if number[s.chunk] == k) for k in range(len(groups))]
-    turns = [
-        min(s.start_s for s in computed if number[s.chunk] == k and s.op == a.HEAD.name) for k in range(len(groups))
-    ]
+    heads = [s for s in computed if s.op == a.HEAD.name]
+    turns = [min(s.start_s for s in heads if number[s.chunk] == k) for k in range(len(groups))]
     ends: dict[tuple[int, str, bool], float] = {}
     for span in computed:
         k = number[span.chunk]
@@ -372,10 +360,9 @@ def _extended(plan: Plan, runs: list[_Run], small: Plan, result: Simulation) -> 
     """Groups that are like the second one and are not simulated."""
     if more:
         step_s += more * (group_ends[1] - group_ends[0])
-        for (k, _, lane), seconds in work.items():
-            busy[lane] += more * seconds * (k == 1)
-        for (k, _, lane), nbytes in moved.items():
-            total[lane] += more * nbytes * (k == 1)
+        for of_second in [key for key in work if key[0] == 1]:
+            busy[of_second[2]] += more * work[of_second]
+            total[of_second[2]] += more * moved[of_second]
     for run, k in itertools.product([run for run in runs if run.dropped], range(len(groups))):
         times = run.dropped * (1 + more * (k == 1))
         names = [plan.blocks[i].name for i in run.blocks]

@@ -23,8 +23,7 @@ from penstock.engine.plan.plan import Filled, Plan
 from penstock.storage.tier.layout import ParamSpec
 
 BACKWARD = 2
-"""A backward pass costs this many forward passes: gradients of the inputs and of the weights, as far as these are
-trained."""
+"""Forward passes that a backward pass costs: gradients of the inputs and of the weights, where these are trained."""
 
 
 def matmul_flops(spec: ModelSpec) -> int:

@@ -27,8 +27,7 @@ from penstock.storage.files.units import bytes_text, least_text, seconds_text, s
 CHUNKS = (4096, 2048, 1024, 256, 64, 16)
 """Tokens that may pass through a layer at once."""
 ACTIVATIONS_SHARE = 4
-"""Activations of a chunk take one part in so many of the GPU's budget at most, or half more than those of the shortest
-chunk: most of it is left to weights."""
+"""A chunk's activations take one part in so many of the GPU's budget, or half more than the shortest chunk's."""
 _WAITS_FOR = {"nvme_read": "disk", "h2d": "link", "d2h": "link"}
 _WORDS = {"disk": "reading weights from disk", "link": "the link from RAM to the GPU", "compute": "computing"}
 

@@ -156,7 +156,7 @@ def _whole_run(task: PlanRequest, plan: Plan, on: Conditions, simulation: Simula
     machine, kinds = on.machine, len(plan.problem.state_kinds)
     steps, every = task.recipe.train.steps, task.recipe.storage.checkpoint_every
     resident = [buffer for buffer in plan.buffers.values() if buffer.state in ("gpu", "ram")]
-    through = sum(buffer.num_parts * _state_files(buffer.part_numel, kinds) for buffer in resident)
+    through = kinds * sum(b.num_parts * ChunkFormat(b.part_numel * FP32).file_bytes for b in resident)
     whole = generation_bytes(plan.problem) + frozen_bytes(plan.problem)
     commits = -(-steps // every)
     validations = 0 if task.recipe.train.validate_every is None else -(-steps // task.recipe.train.validate_every)
@@ -199,17 +199,8 @@ def _samples(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any] | 
     full = num_ops(plan) <= WHOLE_OPS
     seconds = estimate_samples(plan, on, new_tokens=config.tokens, full=full) if plan.problem.samples else 0.0
     times = -(-task.recipe.train.steps // config.every)
-    return {
-        "every": config.every,
-        "prompts": len(config.prompts),
-        "tokens": config.tokens,
-        "times": times,
-        "seconds": seconds,
-    }
-
-
-def _state_files(part_numel: int, kinds: int) -> int:
-    return kinds * ChunkFormat(part_numel * FP32).file_bytes
+    asked = {"every": config.every, "prompts": len(config.prompts), "tokens": config.tokens}
+    return asked | {"times": times, "seconds": seconds}
 
 
 _WORDS: dict[str, dict[Any, str]] = {
@@ -249,14 +240,16 @@ def _group(micro_batches: int) -> str:
 
 def reasons(result: SearchResult) -> dict[str, str]:
     """Choice -> why it was made: what the best of each alternative would have come to."""
-    texts = {"chunk_tokens": _reason(result, lambda chunk, choice: chunk, "{:,} tokens".format)}
-    for name, words in _WORDS.items():
-        texts[name] = _reason(result, lambda chunk, choice, name=name: getattr(choice, name), words.__getitem__)  # type: ignore[misc]
-    texts["group"] = _reason(result, lambda chunk, choice: choice.group, _group)
+    words = {name: of.__getitem__ for name, of in _WORDS.items()}
+    named: dict[str, Callable[[Any], str]] = {"chunk_tokens": "{:,} tokens".format, **words, "group": _group}
+    texts = {name: _reason(result, name, word) for name, word in named.items()}
     return {name: text for name, text in texts.items() if text}
 
 
-def _reason(result: SearchResult, value_of: Callable[[int, PlanOptions], Any], word: Callable[[Any], str]) -> str:
+def _reason(result: SearchResult, name: str, word: Callable[[Any], str]) -> str:
+    def value_of(chunk_tokens: int, choice: PlanOptions) -> Any:
+        return chunk_tokens if name == "chunk_tokens" else getattr(choice, name)
+
     best: dict[Any, float] = {}
     for c in result.tried:
         value = value_of(c.chunk_tokens, c.choice)
@@ -294,7 +287,7 @@ def compute_bound_tokens(task: PlanRequest, machine: Machine, result: SearchResu
         sequences *= 2
         answer = bound(sequences)
         if answer is None:
-            return None
+            break
         if answer:
             return sequences * per_row
     return None

@@ -183,13 +183,13 @@ class PlanRequest:
             if tier not in self.budgets.least:
                 continue
             try:
-                result = least(task.problem, task.chunks, tier)
+                need_bytes, margin_bytes = least(task.problem, task.chunks, tier)
             except NoPlanError as error:
                 raise task._explained(error) from None
             why = "the least that a plan needs"
-            if result.margin_bytes:
-                why += f", and {bytes_text(result.margin_bytes)} for saved graphs, whose sizes are not measured yet"
-            task = replace(task, budgets=task.budgets.with_size(tier, result.need_bytes + result.margin_bytes, why))
+            if margin_bytes:
+                why += f", and {bytes_text(margin_bytes)} for saved graphs, whose sizes are not measured yet"
+            task = replace(task, budgets=task.budgets.with_size(tier, need_bytes + margin_bytes, why))
         return task
 
     def changed(self, values: Mapping[str, Any]) -> PlanRequest:
@@ -216,12 +216,8 @@ class PlanRequest:
             if helps(task.problem, task.chunks, error):
                 result.setdefault(verb, []).append(name if verb == "lower" else f"{name}={str(value).lower()}")
         ways = [f"{verb} {' or '.join(filter(None, (', '.join(n[:-1]), n[-1])))}" for verb, n in result.items()]
-        return BudgetError(
-            ", or ".join([str(error), *ways]),
-            tier=error.tier,
-            need_bytes=error.need_bytes,
-            budget_bytes=error.budget_bytes,
-        )
+        message = ", or ".join([str(error), *ways])
+        return BudgetError(message, tier=error.tier, need_bytes=error.need_bytes, budget_bytes=error.budget_bytes)
 
     def _instead(self, error: NoPlanError) -> Iterator[tuple[str, str, Any]]:
         """(lower or set, field, value) of what may need less; where a field has a number, half of it."""

@@ -53,8 +53,7 @@ class BufferPlan:
     gradient: Tier | None
     """Tier in which the complete gradient waits for the optimizer; None of a frozen buffer."""
     sums: Tier | None = None
-    """Tier in which the float32 gradient summed so far waits for the step's next group; None where there is one group,
-    and of a frozen buffer."""
+    """Tier in which the float32 sum waits for the step's next group; None where there is one group, or it is frozen."""
 
     @property
     def frozen(self) -> bool:
@@ -165,8 +164,7 @@ class Plan:
 
     @property
     def group_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of one group. What is saved of a chunk lies where that of the chunk with the same
-        index in the group before lay."""
+        """The chunks of one group; the next group's saved activations take the place of theirs, index by index."""
         return self.chunks[: self.num_group_chunks]
 
     @property
@@ -231,8 +229,7 @@ class Plan:
         return part_stage_bytes(self.buffers.values(), self.problem)
 
     def _saved(self) -> dict[str, dict[str, Any]]:
-        """Buffer, the first of its layer -> chunks by what is saved of them, and those whose saved activations are not
-        in RAM."""
+        """Buffer, the first of its layer -> chunks by what is saved of them, and by where, if not in RAM."""
         layers = {b.buffers[0]: i for i, b in enumerate(self.blocks) if b.saved_inputs and b.backward and b.buffers}
         elsewhere = ("spilled", "saved_on_gpu", "offloaded_graphs")
         counts = {name: Counter(i for i, _ in getattr(self, name)) for name in ("saved_graphs", *elsewhere)}
@@ -383,8 +380,8 @@ def graph_slot_bytes(problem: PlanInput, max_chunk: int) -> int:
 
 
 def activation_slots(problem: PlanInput, tokens: int) -> dict[str, list[int]]:
-    """Slots on the compute device for chunks of `tokens` tokens: space -> bytes of each, in whole pages; none of a kind
-    of activations that the model does not make."""
+    """Space on the compute device -> bytes of its slots, in whole pages; none of a kind that the model does not
+    make."""
     sizes = {row.gpu: [aligned(tokens * widest(problem, row.name))] * row.slots for row in ACTIVATIONS.values()}
     return {space: each for space, each in sizes.items() if any(each)}
 
@@ -438,8 +435,8 @@ class SampleRegions:
     layers: list[int]
     """Blocks with keys and values."""
     stages: list[int]
-    """Bytes on the compute device of a layer's keys and values, of all sequences: one of each layer where they stay
-    there, else a few for all layers."""
+    """Bytes on the compute device of a layer's keys and values: one for each layer where they stay, else a few for
+    all."""
     logits: int
     """Bytes on the compute device, and as many in RAM: float32 [sequences, vocabulary]."""
     cached: dict[int, int]
@@ -474,8 +471,7 @@ def boundary_chunks(problem: PlanInput, group_chunks: tuple[Chunk, ...]) -> tupl
 
 
 def stay_in_slots(problem: PlanInput, chunks: int) -> bool:
-    """Whether the activations of so many chunks stay on the compute device between two blocks of a forward that no
-    backward follows: the input and output of the running op take one slot more than there are chunks."""
+    """Whether a forward without backward leaves so many chunks in their slots: the running op takes one slot more."""
     return chunks < ACTIVATIONS["x"].slots and list(between_bytes(problem, 1)) == [ACTIVATIONS["x"].ram]
 
 

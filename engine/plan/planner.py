@@ -287,8 +287,8 @@ class _Planner(GpuPlacement):
     # ------------------------------------------------------------------ NVMe
 
     def nvme_parts(self, buffers: dict[str, BufferPlan], spilled: set[tuple[int, int]]) -> dict[str, int]:
-        """Bytes of disk by use. A trained buffer's state has two slots, wherever it lives, and a frozen one's weights
-        have one; see storage/tier/chunk.py."""
+        """Bytes of disk by use: state has two slots, wherever it lives, and frozen weights have one
+        (storage/tier/chunk.py)."""
         p, generation = self.problem, generation_bytes(self.problem)
         weights = [b for b in buffers.values() if b.weights == "nvme" and not b.frozen]
         parts = {

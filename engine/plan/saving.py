@@ -6,7 +6,6 @@ A chunk is named by its layer and its index in its group; see Plan.group_chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from penstock.engine.plan.plan import Graph, aligned, cut_chunks, graph_bytes, graph_location, saved_activations
 from penstock.engine.plan.problem import BlockShape, PlanInput, PlanOptions
@@ -58,8 +57,7 @@ class Saving:
         self.graphs_bytes = self.on_gpu_bytes = 0
         """Bytes on the GPU of the saved graphs and of the saved activations there."""
         numbers: dict[BlockShape, int] = {}
-        alike = (replace(block, name="", buffers=(), inputs=()) for block in p.blocks)
-        self._kinds = [numbers.setdefault(shape, len(numbers)) for shape in alike]
+        self._kinds = [numbers.setdefault(block.nameless, len(numbers)) for block in p.blocks]
         """Blocks of the same shape have the same number."""
         self._sizes: dict[tuple[int, int, bool, str | None], int] = {}
         self._layer_sizes: dict[tuple[int, bool], int] = {}

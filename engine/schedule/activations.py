@@ -51,8 +51,7 @@ class ActivationSchedule:
         self.kv = Slots("gpu.kv", KV_SLOTS)
         self.dkv = Slots("gpu.dkv", DKV_SLOTS)
         self._summed: list[Any] = [None] * plan.window_chunks
-        """Streamed: whose gradients of keys and values each chunk's part of the window in RAM holds, or one of the
-        slots."""
+        """Streamed: whose gradients of keys and values each chunk's part of the window holds, or a slot."""
 
     def begin(self, chunks: Sequence[Chunk], documents: Sequence[Sequence[int]] | None) -> None:
         """What is emitted from now on is about these chunks, of each micro-batch the first ones."""

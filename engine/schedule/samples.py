@@ -45,8 +45,7 @@ class SampleSchedule:
             self._stages.release(self._stage.pop(block))
 
     def operands(self, block: int) -> tuple[list[Resource], dict[str, int]]:
-        """What a layer that runs adds to, in which slot it is and how many tokens it reads there; nothing of a layer
-        without attention."""
+        """What a layer adds to, in which slot that is and how many tokens it reads there; nothing without attention."""
         if block not in self._layers:
             return [], {}
         return [self._on_gpu(block)], {a.SAMPLE_KV: self._stage[block], a.READ_TOKENS: self._read_tokens}
