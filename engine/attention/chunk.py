@@ -185,9 +185,7 @@ def finish(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tens
 
 def attend_backward(x: Operands, given: Gradients, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Add to dq [n, heads, qk_dim], dk, dv [m, kv_heads, dim] (float32; float64) what `attend`'s rectangle contributes.
-
-    `given` is of the finished attention over all keys.
-    """
+    `given` is of the finished attention over all keys."""
     for rows, parts in _backward(x, given, dk, dv):
         for part in parts:
             dq[rows].add_(part)
@@ -300,11 +298,8 @@ def penstock_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, heads, n, qk_dim] -> ([1, n, heads, v_dim], None).
-
-    Raises UserError for what would be computed wrongly: a mask of the model's own, a position bias, bidirectional
-    attention.
-    """
+    """transformers' attention interface: query [1, heads, n, qk_dim] -> ([1, n, heads, v_dim], None). Raises UserError
+    for what would be computed wrongly: a mask of the model's own, a position bias, bidirectional attention."""
     assert _handler is not None, "attention called outside of a block"
     name = type(module).__name__
     if attention_mask is not None:

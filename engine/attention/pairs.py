@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 
 def visible_pairs(length: int, window: int | None, span: int | None) -> int:
-    """Pairs of a query and a key that it sees, in a document of `length` tokens.
-
-    `window`: keys that a query sees, its own included; `span`: it sees those of its own span of so many tokens only.
-    """
+    """Pairs of a query and a key that it sees, in a document of `length` tokens. `window`: keys that a query sees, its
+    own included; `span`: it sees those of its own span of so many tokens only."""
     if span is not None:
         whole, rest = divmod(length, span)
         return whole * _triangle(span) + _triangle(rest)
@@ -22,10 +20,8 @@ def visible_pairs(length: int, window: int | None, span: int | None) -> int:
 def chunk_pairs(
     start: int, end: int, documents: Sequence[int], window: int | None, span: int | None, keys: tuple[int, int] | None
 ) -> int:
-    """Pairs of the queries start..end and the keys that they see.
-
-    `documents`: sorted starts of the stream's documents, the first 0. `keys`: only keys of this range; None: all.
-    """
+    """Pairs of the queries start..end and the keys that they see. `documents`: sorted starts of the stream's documents,
+    the first 0. `keys`: only keys of this range; None: all."""
     if span is not None:
         documents = [s for a, b in _bounds(documents, end) for s in range(a, b, span)]
     if keys is None:

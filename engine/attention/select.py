@@ -113,10 +113,8 @@ def measured(device: torch.device) -> bool:
 
 
 def select(x: Operands, parts: Sequence[Span], given: Gradients | None = None) -> Strategy:
-    """The strategy for `parts`, which are all causal or one span that is not; backward where `given` is.
-
-    The best one for the most similar lengths that a ranking is known for.
-    """
+    """The strategy for `parts`, which are all causal or one span that is not; backward where `given` is. The best one
+    for the most similar lengths that a ranking is known for."""
     backward = given is not None
     kind, size = _Kind.of(x, parts, backward=backward), _Size.of(parts)
     known = _rankings.get(kind)

@@ -44,9 +44,7 @@ def fits(task: PlanRequest) -> bool:
 
 def fixes(task: PlanRequest, sizes: Mapping[str, int]) -> list[Change]:
     """The smallest changes that make a task fit which does not, each alone, in order of how little they take away.
-
-    `sizes`: tier -> bytes that the machine has; a budget beyond them is a change of the machine.
-    """
+    `sizes`: tier -> bytes that the machine has; a budget beyond them is a change of the machine."""
     result = [change for change in _single(task) if fits(task.changed(change.values))]
     return result + _budgets(task, sizes)
 

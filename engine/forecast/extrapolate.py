@@ -141,10 +141,8 @@ def _spent(make: Callable[[Plan, Documents, Sequence[Chunk]], Pass], plan: Plan,
 
 
 def _small(plan: Plan, on: Conditions, more_than: int = 0) -> tuple[list[_Run], Costs]:
-    """What the ops cost of the plan with a few layers of each run, groups, chunks and parts, and of its batch.
-
-    It has `more_than` so many chunks in a group if the plan has.
-    """
+    """What the ops cost of the plan with a few layers of each run, groups, chunks and parts, and of its batch. It has
+    `more_than` so many chunks in a group if the plan has."""
     runs = _runs(plan)
     plan, on = _few_groups(plan, on)
     shallow = _shallow(plan, [i for run in runs for i in run.blocks])
@@ -157,10 +155,8 @@ def _small(plan: Plan, on: Conditions, more_than: int = 0) -> tuple[list[_Run], 
 
 
 def _pace(ends: Sequence[float], run: _Run) -> float:
-    """Time from one layer, or pattern, of a run to the next in forward, of the ends of those simulated.
-
-    Those at either end are hurried or held up by their other neighbours.
-    """
+    """Time from one layer, or pattern, of a run to the next in forward, of the ends of those simulated. Those at either
+    end are hurried or held up by their other neighbours."""
     return (ends[4 * run.period - 1] - ends[2 * run.period - 1]) / 2 if run.dropped else 0.0
 
 
@@ -216,8 +212,6 @@ def _few_groups(plan: Plan, on: Conditions) -> tuple[Plan, Conditions]:
 
 
 def _few_parts(plan: Plan) -> Plan:
-    """The plan with few, large parts."""
-
     def merged(buffer: BufferPlan) -> BufferPlan:
         times = -(-buffer.num_parts // MOST_PARTS)
         return replace(buffer, part_numel=buffer.part_numel * times)
@@ -282,7 +276,6 @@ def _group(plan: Plan, times: int) -> tuple[int, int]:
 
 
 def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> int:
-    """Which of the joined `chunks` holds `chunk`."""
     start = chunk.start + chunk.micro_batch % batches * plan.window_tokens
     batch = chunk.micro_batch // batches
     return next(c.index for c in chunks if c.micro_batch == batch and c.start <= start < c.end)

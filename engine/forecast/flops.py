@@ -27,10 +27,8 @@ BACKWARD = 2
 
 
 def matmul_flops(spec: ModelSpec) -> int:
-    """Forward FLOPs of all matrix products for one token.
-
-    Experts, parameters of three dimensions whose first is their number, count as often as a token is routed to one.
-    """
+    """Forward FLOPs of all matrix products for one token. Experts, parameters of three dimensions whose first is their
+    number, count as often as a token is routed to one."""
     return sum(block_matmul(spec, block) for block in spec.blocks[1:])
 
 

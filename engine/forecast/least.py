@@ -84,9 +84,7 @@ def need(problem: PlanInput, choice: PlanOptions, tier: str) -> int | None:
 
 def least(problem_at: ProblemAt, chunks: Sequence[int], tier: MemoryTier) -> tuple[int, int]:
     """The smallest budget of a tier with which a plan fits, all else as it is, in whole KiB; what calibration may add.
-
-    Raises NoPlanError where none fits within the budget that the problem has.
-    """
+    Raises NoPlanError where none fits within the budget that the problem has."""
     size, margin = _smallest(problem_at, chunks, tier), 0
     if problem_at(chunks[0]).activation_checkpointing == "none":
         with suppress(NoPlanError):

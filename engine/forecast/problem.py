@@ -11,13 +11,7 @@ from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.forecast.costs import representatives
 from penstock.engine.forecast.flops import block_matmul, projection_matmul, trained_matmul, unread_matmul
 from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key
-from penstock.engine.plan.problem import (
-    BYTES_PER_TOKEN,
-    CUBLAS_WORKSPACE_BYTES,
-    FP32,
-    INPUTS_CACHE_BYTES,
-    BlockShape,
-)
+from penstock.engine.plan.problem import BYTES_PER_TOKEN, CUBLAS_WORKSPACE_BYTES, FP32, INPUTS_CACHE_BYTES, BlockShape
 
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
@@ -64,9 +58,7 @@ def retained_generations(recipe: Recipe) -> int:
 
 def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tuple[BlockShape, ...]:
     """The blocks as the planner sees them, computing in `dtype`; what is to be trained has spec.graph_bytes of that.
-
-    `compiled`: layers are, and so are their graphs where it is known what these take.
-    """
+    `compiled`: layers are, and so are their graphs where it is known what these take."""
     shapes, item = [], DTYPE_BYTES[dtype]
     eager = spec.graph_bytes.get(dtype, (None,) * len(spec.attention))
     graphs = spec.graph_bytes.get(graph_key(dtype, compiled), eager)

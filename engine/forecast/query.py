@@ -175,9 +175,7 @@ class Query:
         assumed: bool,
     ) -> Estimate:
         """Of `sequences` prompts of `prompt_tokens` each that get `new_tokens` more, or are scored, where that is 0.
-
-        `stored`: bytes of each buffer on disk. `filled`: what stays in memory is there already.
-        """
+        `stored`: bytes of each buffer on disk. `filled`: what stays in memory is there already."""
         if new_tokens:
             first = sampling_spent(plan, Conditions(machine), sequences, prompt_tokens, 0)
             later = later_spent(plan, Conditions(machine), sequences, prompt_tokens + new_tokens // 2)

@@ -37,10 +37,8 @@ def forecast(
     batch: Sequence[MicroBatch] | None = None,
     simulation: Simulation | None = None,
 ) -> dict[str, Any]:
-    """The forecast of the best plan found.
-
-    `batch`: a typical step's; None: every row is one document. `simulation`: what `predict` gave for it.
-    """
+    """The forecast of the best plan found. `batch`: a typical step's; None: every row is one document. `simulation`:
+    what `predict` gave for it."""
     plan = result.plan
     on = Conditions(machine, calibration)
     if batch is not None:
@@ -104,9 +102,7 @@ def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str
             "message": str(error),
             "changes": [],
         },
-        "tiers": {
-            str(error.tier): {"budget_bytes": error.budget_bytes, "peak_bytes": error.need_bytes, "parts": {}},
-        },
+        "tiers": {str(error.tier): {"budget_bytes": error.budget_bytes, "peak_bytes": error.need_bytes, "parts": {}}},
     }
 
 
@@ -263,10 +259,8 @@ def _reason(result: SearchResult, name: str, word: Callable[[Any], str]) -> str:
 
 
 def compute_bound_tokens(task: PlanRequest, machine: Machine, result: SearchResult) -> int | None:
-    """Tokens per step from which computing takes longest; None where more sequences change nothing about it.
-
-    Tried by doubling or halving the sequences of a step with the same choices.
-    """
+    """Tokens per step from which computing takes longest; None where more sequences change nothing about it. Tried by
+    doubling or halving the sequences of a step with the same choices."""
     train, choice = task.recipe.train, result.best.choice
     per_row = task.recipe.data.sequence_length
 

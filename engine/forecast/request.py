@@ -165,10 +165,8 @@ class PlanRequest:
         before: SearchResult | None = None,
         rough: bool = False,
     ) -> SearchResult:
-        """engine.forecast.search.search of this model, recipe and budgets.
-
-        Raises BudgetError where no plan fits: how much would do, and what of the recipe to lower instead.
-        """
+        """engine.forecast.search.search of this model, recipe and budgets. Raises BudgetError where no plan fits: how
+        much would do, and what of the recipe to lower instead."""
         try:
             on = Conditions(machine, calibration, documents, filled)
             return search(self.problem, self.chunks, on, known=known, only=only, before=before, rough=rough)

@@ -17,16 +17,11 @@ PIECE_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 18}
 """Elements updated at once where it is not compiled, which bounds two float32 copies of the gradient: 128 MiB, 2
 MiB."""
 
-Update = Callable[..., None]
-"""See `adamw`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """The scalars of one AdamW step on the state's device, of decayed weights and of others.
-
-    lr, beta1, beta2, eps, 1 / (1 - beta1^step), 1 / (1 - beta2^step), clip, and 1 - lr * weight_decay or 1.
-    """
+    """The scalars of one AdamW step on the state's device, of decayed weights and of others. lr, beta1, beta2, eps, 1 /
+    (1 - beta1^step), 1 / (1 - beta2^step), clip, and 1 - lr * weight_decay or 1."""
 
     step: int
     decayed: Tensor
@@ -85,7 +80,7 @@ class AdamW:
         on_cpu: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.dynamic_threads": True}
         if free_threaded:
             on_cpu["cpp_wrapper"] = True  # Inductor's Python bindings of kernels hold the lock for a whole call
-        self._compiled: dict[str, Update] = {}
+        self._compiled: dict[str, Callable[..., None]] = {}
         if mode == "compiled":
             # Not fullgraph: its flags are the process's, and other lanes' compiled code would run eagerly meanwhile.
             self._compiled["cpu"] = torch.compile(adamw, dynamic=True, options=on_cpu)

@@ -51,7 +51,7 @@ class OptimizerSpec:
 OPTIMIZERS = {
     "adamw": OptimizerSpec(
         kinds=("exp_avg", "exp_avg_sq"), granularity="element", implementation="penstock.engine.optim.adamw:AdamW"
-    ),
+    )
 }
 """train.optimizer -> what it is."""
 
@@ -99,8 +99,5 @@ class Optimizer(Protocol):
     def step(
         self, state: Mapping[str, Tensor], gradient: Tensor, weights: Tensor, where: UpdateRange, scalars: Any
     ) -> None:
-        """Update one range.
-
-        state: kind -> float32 [n]; gradient: float32 or bfloat16 [n], unscaled; weights: compute dtype [n], to become
-        the rounded new master weights.
-        """
+        """Update one range. state: kind -> float32 [n]; gradient: float32 or bfloat16 [n], unscaled; weights: compute
+        dtype [n], to become the rounded new master weights."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from penstock.engine.plan.problem import (
     SAMPLE_STAGES,
     UPDATE_PARTS,
     BlockShape,
-    BufferShape,
     PlanInput,
     PlanOptions,
     Pool,
@@ -57,7 +56,6 @@ class BufferPlan:
 
     @property
     def frozen(self) -> bool:
-        """Never trained: there are weights only."""
         return self.state is None
 
     @property
@@ -218,16 +216,6 @@ class Plan:
         """Bytes of them, each kind in whole pages."""
         return sum(self.saved_activations(block, chunk).values())
 
-    @property
-    def state_part_numel(self) -> int:
-        """Elements of the largest part of a buffer that is trained."""
-        return state_part_numel(self.buffers.values())
-
-    @property
-    def part_stage_bytes(self) -> int:
-        """Bytes of a slot in RAM for one part of any kind."""
-        return part_stage_bytes(self.buffers.values(), self.problem)
-
     def _saved(self) -> dict[str, dict[str, Any]]:
         """Buffer, the first of its layer -> chunks by what is saved of them, and by where, if not in RAM."""
         layers = {b.buffers[0]: i for i, b in enumerate(self.blocks) if b.saved_inputs and b.backward and b.buffers}
@@ -274,10 +262,7 @@ class Plan:
             "group_chunks": self.num_group_chunks,
             "layer_chunks": self.num_group_chunks * sum(bool(b.saved_inputs) and b.backward for b in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
-            "saved_on_gpu": {
-                "chunks": len(self.saved_on_gpu),
-                "bytes": self.tiers["gpu"].parts["saved activations"],
-            },
+            "saved_on_gpu": {"chunks": len(self.saved_on_gpu), "bytes": self.tiers["gpu"].parts["saved activations"]},
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
             "saved_graphs": {"chunks": len(self.saved_graphs), "bytes": self.tiers["gpu"].parts["saved graphs"]},
             "offloaded_graphs": {
@@ -292,17 +277,6 @@ class Plan:
             "activation_stages": self.activation_stages,
             "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
         }
-
-
-def state_part_numel(buffers: Iterable[BufferShape | BufferPlan]) -> int:
-    """Elements of the largest part among the `buffers` that are trained; 0 where none is."""
-    return max((buffer.part_numel for buffer in buffers if not buffer.frozen), default=0)
-
-
-def part_stage_bytes(buffers: Iterable[BufferShape | BufferPlan], problem: PlanInput) -> int:
-    """Bytes that any part of any kind of the `buffers` fits; of frozen ones where the device does not read itself."""
-    sizes = {False: FP32, True: 0 if problem.device_reads else problem.compute_bytes}
-    return max(buffer.part_numel * sizes[buffer.frozen] for buffer in buffers)
 
 
 def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int, per_row: bool) -> tuple[Chunk, ...]:

@@ -19,9 +19,7 @@ from penstock.engine.plan.plan import (
     boundary_chunks,
     gib,
     graph_slot_bytes,
-    part_stage_bytes,
     sample_regions,
-    state_part_numel,
 )
 from penstock.engine.plan.problem import FP32, LAST_GOOD, BufferShape, PlanInput, PlanOptions, SampleTier, Tier
 from penstock.engine.plan.saving import fitting, spread
@@ -55,7 +53,7 @@ class _Planner(GpuPlacement):
     def __init__(self, problem: PlanInput, choice: PlanOptions) -> None:
         super().__init__(problem, choice)
         self.ram_budget = problem.ram_budget - problem.beside_bytes - self.samples.ram_bytes
-        self.part_stage_bytes = aligned(part_stage_bytes(problem.buffers, problem))
+        self.part_stage_bytes = aligned(problem.part_stage_bytes)
 
     # ------------------------------------------------------------------ RAM
 
@@ -191,7 +189,7 @@ class _Planner(GpuPlacement):
         in_place = self.saved_graphs - self.offloaded_graphs
         pinned = sum(self.saved_bytes(*key) for key in in_place)
         saved = pinned if spilling else self.all_saved_bytes()
-        part = state_part_numel(p.buffers)
+        part = p.state_part_numel
         state_stage = aligned(part * FP32) * len(p.state_kinds) + aligned(part * p.gradient_bytes)
         staged = stages * (state_stage + self.part_stage_bytes)
         summed = [b for b in p.buffers if b.name not in self.resident and self.sums_tier(b) == "ram"]
@@ -331,10 +329,8 @@ def state_exceeds_disk(problem: PlanInput) -> bool:
 
 
 def sample_tiers(problem: PlanInput) -> list[SampleTier]:
-    """Where keys and values of samples may be cached, the best tier first.
-
-    On the compute device nothing has to be copied; of a run, which rarely writes samples, they take little of it.
-    """
+    """Where keys and values of samples may be cached, the best tier first. On the compute device nothing has to be
+    copied; of a run, which rarely writes samples, they take little of it."""
     space = problem.samples
     assert space is not None
     if not space.keeps:
@@ -346,10 +342,8 @@ def sample_tiers(problem: PlanInput) -> list[SampleTier]:
 
 
 def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
-    """Place every kind of every buffer within the budgets, as `choice` says.
-
-    Raises BudgetError, with the figures, when a budget cannot hold one block's working set.
-    """
+    """Place every kind of every buffer within the budgets, as `choice` says. Raises BudgetError, with the figures, when
+    a budget cannot hold one block's working set."""
     if problem.samples is not None and problem.samples.tier is None:
         refusals: list[BudgetError] = []
         for tier in sample_tiers(problem):

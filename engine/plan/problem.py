@@ -97,11 +97,8 @@ class BlockShape:
     kv_bytes_per_token: int = 0
     """Keys and values, compute dtype."""
     kv_numel_per_token: int = 0
-    """Elements of keys and values of one token."""
     q_numel_per_token: int = 0
-    """Elements of the queries of one token."""
     out_numel_per_token: int = 0
-    """Elements of attention's output of one token."""
     sliding_window: int | None = None
     """Keys that a query sees, its own included; None: all before it."""
     span_tokens: int | None = None
@@ -203,6 +200,17 @@ class PlanInput:
     def trains(self) -> bool:
         """Whether there is anything to train; else the model is only queried."""
         return not all(buffer.frozen for buffer in self.buffers)
+
+    @property
+    def state_part_numel(self) -> int:
+        """Elements of the largest part of a buffer that is trained; 0 where none is."""
+        return max((buffer.part_numel for buffer in self.buffers if not buffer.frozen), default=0)
+
+    @property
+    def part_stage_bytes(self) -> int:
+        """Bytes that a part of any kind fits; of frozen buffers where the device does not read itself."""
+        sizes = {False: FP32, True: 0 if self.device_reads else self.compute_bytes}
+        return max(buffer.part_numel * sizes[buffer.frozen] for buffer in self.buffers)
 
     @property
     def continues_only(self) -> bool:

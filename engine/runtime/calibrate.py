@@ -292,7 +292,7 @@ def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]
 
 def _update_rate(plan: Plan, optimizer: Optimizer, train: TrainConfig, dtype: torch.dtype) -> float:
     """Parameters that the optimizer updates per second in RAM."""
-    numel = min(plan.state_part_numel, UPDATE_NUMEL)
+    numel = min(plan.problem.state_part_numel, UPDATE_NUMEL)
     state = {kind: torch.full((numel,), 1e-3, dtype=torch.float32) for kind in plan.problem.state_kinds}
     gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
     weights, cpu = torch.empty(numel, dtype=dtype), torch.device("cpu")

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Literal
 
 from penstock.engine.plan.activations import GRADIENT_OF
+from penstock.engine.plan.problem import Tier
 from penstock.engine.schedule import resources as r
 
 Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"]
@@ -68,7 +69,6 @@ _PART_OF: dict[Phase, StepPart] = {
     "generate": "samples",
     "update": "update",
 }
-Tier = Literal["nvme", "ram", "gpu"]
 
 
 @dataclass(frozen=True, slots=True)

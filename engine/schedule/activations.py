@@ -144,10 +144,8 @@ class ActivationSchedule:
         self._move(a.SPILL[kind], layer, chunk, [source], [r.spilled(kind, *key)], slots)
 
     def _unspill(self, kind: str, layer: int, chunk: Chunk, *, keep: bool = False) -> int:
-        """Read a saved activation back; the stage that it is in, free for others once the next op has emptied it.
-
-        The read lane runs ahead of the computation by as many stages as there are. The file goes unless `keep`.
-        """
+        """Read a saved activation back; the stage that it is in, free for others once the next op has emptied it. The
+        read lane runs ahead of the computation by as many stages as there are. The file goes unless `keep`."""
         stage = self._stages.take((kind, layer, chunk.index))
         self._stages.release(stage)
         self._read_back(kind, layer, chunk, r.resource(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep=keep)
@@ -299,10 +297,8 @@ class ActivationSchedule:
     # ------------------------------------------------------------------ keys and values, streamed
 
     def keys(self, layer: int, chunk: Chunk) -> list[Chunk]:
-        """The chunks before `chunk` whose keys some of its queries may see.
-
-        The order alternates from chunk to chunk, so that the last ones of a chunk serve the next one from their slots.
-        """
+        """The chunks before `chunk` whose keys some of its queries may see. The order alternates from chunk to chunk,
+        so that the last ones of a chunk serve the next one from their slots."""
         reach = self._plan.blocks[layer].sliding_window
         if self._documents is not None:
             starts = self._documents[chunk.micro_batch]

@@ -53,11 +53,8 @@ class _Operands:
 
 
 class ScheduleBuilder:
-    """Emits the ops of consecutive passes.
-
-    Those of a pass are preceded block by block by the updates of the gradient that still waits; `finish` is the updates
-    alone.
-    """
+    """Emits the ops of consecutive passes. Those of a pass are preceded block by block by the updates of the gradient
+    that still waits; `finish` is the updates alone."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -165,10 +162,8 @@ class ScheduleBuilder:
         self._samples.begin(self._pass.read_tokens, sum(chunk.end - chunk.start for chunk in group.chunks))
 
     def _prepare(self, visits: list[Task], visit: int, commit: bool, turns: int) -> list[Load]:
-        """Update, where this step has not yet, the block of `visit`, ahead of its first op.
-
-        Returns what fetches its weights, and the sums of its gradient, to be emitted in `turns` turns.
-        """
+        """Update, where this step has not yet, the block of `visit`, ahead of its first op. Returns what fetches its
+        weights, and the sums of its gradient, to be emitted in `turns` turns."""
         if visit >= len(visits):
             return []
         task = visits[visit]
@@ -337,13 +332,7 @@ class ScheduleBuilder:
                 else:
                     reads.append(held)
         self._emit(
-            action,
-            block.name,
-            task.chunk.index,
-            reads=reads,
-            writes=writes,
-            slots=operands.slots | slots,
-            flags=flags,
+            action, block.name, task.chunk.index, reads=reads, writes=writes, slots=operands.slots | slots, flags=flags
         )
 
     def _compute_generated(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
@@ -376,10 +365,8 @@ class ScheduleBuilder:
     # ------------------------------------------------------------------ keys and values in pieces
 
     def _compute_streamed(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
-        """A layer whose keys and values pass through the compute device chunk by chunk.
-
-        Its op is cut in three: up to attention, attention over each chunk of keys, and the rest.
-        """
+        """A layer whose keys and values pass through the compute device chunk by chunk. Its op is cut in three: up to
+        attention, attention over each chunk of keys, and the rest."""
         if task.mode == "backward":
             self._backward_streamed(task, operands, slots)
             return

@@ -269,10 +269,8 @@ class StateSchedule:
         return result
 
     def _update_part(self, buffer: BufferPlan, part: int, step: int, onward: bool) -> None:
-        """Emit update op number `part`: of one part, or of several that are in RAM and need no stage.
-
-        `onward`: what is made in a stage goes to the compute device from there.
-        """
+        """Emit update op number `part`: of one part, or of several that are in RAM and need no stage. `onward`: what is
+        made in a stage goes to the compute device from there."""
         name = buffer.name
         reads: list[Resource] = [r.resource(r.RAM_CLIP)]
         writes: list[Resource] = []
@@ -330,10 +328,8 @@ class StateSchedule:
         return stage
 
     def read_ahead(self, step: int) -> None:
-        """Fill the state stages with what the next updates need first.
-
-        The drive then works while the step's end is awaited; no state is changed before clipping is known.
-        """
+        """Fill the state stages with what the next updates need first. The drive then works while the step's end is
+        awaited; no state is changed before clipping is known."""
         staged = [b for b in self._plan.buffers.values() if "nvme" in (b.state, b.gradient)]
         parts = ((buffer, part) for buffer in staged for part in range(buffer.num_parts))
         for buffer, part in itertools.islice(parts, self._plan.state_stages):
