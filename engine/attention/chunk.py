@@ -29,6 +29,7 @@ from penstock.engine.attention.select import Attends as Attends
 from penstock.engine.attention.select import attention_report as attention_report
 from penstock.engine.attention.select import launches
 from penstock.engine.attention.select import prepare as prepare
+from penstock.engine.attention.spans import split_documents as split_documents
 from penstock.engine.attention.workspace import workspace_bytes as workspace_bytes
 from penstock.storage.files.errors import UserError
 
@@ -353,12 +354,6 @@ def mask_pattern(
     # Of the first query that no longer sees key 0, only a sliding window shows key 1.
     sees_next = bool(mask_function(zero, zero, torch.tensor(local_size), torch.tensor(1)))
     return MaskPattern("sliding" if sees_next and local_size > 1 else "chunked", local_size)
-
-
-def split_documents(documents: Sequence[int], end: int, chunk: int) -> list[int]:
-    """Starts of the blocks of `chunk` tokens of each document; a chunked mask is these taken for documents."""
-    stops = [*documents[1:], end]
-    return [block for start, stop in zip(documents, stops, strict=True) for block in range(start, stop, chunk)]
 
 
 def register() -> None:

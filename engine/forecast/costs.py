@@ -180,15 +180,12 @@ class Costs:
         key = (self._same[op.block], op.index, op.slots[a.KEYS] if work.one_chunk_of_keys else WHOLE)
         if key not in self._pairs:
             chunk = self._chunks[op.index]
-            other = self._chunks[op.slots[a.KEYS]] if work.one_chunk_of_keys else None
-            self._pairs[key] = chunk_pairs(
-                chunk.start,
-                chunk.end,
-                self._documents[chunk.micro_batch],
-                block.sliding_window,
-                block.span_tokens,
-                None if other is None else (other.start, other.end),
-            )
+            documents, keys = self._documents[chunk.micro_batch], None
+            if work.one_chunk_of_keys:
+                other = self._chunks[op.slots[a.KEYS]]
+                keys = other.start, other.end
+            ranges = chunk.start, chunk.end, documents, block.sliding_window, block.span_tokens, keys
+            self._pairs[key] = chunk_pairs(*ranges)
         return self._pairs[key]
 
     def _block(self, op: Op) -> float:

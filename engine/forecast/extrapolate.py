@@ -227,16 +227,18 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
     within, batches = _group(plan, times)
     problem = replace(p, rows=p.rows * batches, micro_batches=-(-p.micro_batches // batches))
     chunks: list[Chunk] = []
+    of: dict[int, int] = {}
+    """Chunk of the plan -> the one that it is part of."""
     for batch in range(0, p.micro_batches, batches):
         members = [c for c in plan.chunks if batch <= c.micro_batch < batch + batches]
         width = within * batches
         for local, first in enumerate(range(0, len(members), width)):
             group = members[first : first + width]
             shift = [(c.micro_batch - batch) * plan.window_tokens for c in (group[0], group[-1])]
+            of |= dict.fromkeys((c.index for c in group), len(chunks))
             start, end = group[0].start + shift[0], group[-1].end + shift[1]
             chunks.append(Chunk(index=len(chunks), micro_batch=batch // batches, local=local, start=start, end=end))
-    of = {c.index: _index_of(chunks, c, plan, batches) for c in plan.group_chunks}
-    sizes = Counter(of.values())
+    sizes = Counter(of[c.index] for c in plan.group_chunks)
 
     def shared(keys: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
         """As many of the joined chunks of each block as come to the same share of its tokens, evenly spread."""
@@ -273,12 +275,6 @@ def _group(plan: Plan, times: int) -> tuple[int, int]:
     while plan.num_groups > 1 and plan.group % batches:
         batches -= 1
     return within, batches
-
-
-def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> int:
-    start = chunk.start + chunk.micro_batch % batches * plan.window_tokens
-    batch = chunk.micro_batch // batches
-    return next(c.index for c in chunks if c.micro_batch == batch and c.start <= start < c.end)
 
 
 def _joined(plan: Plan, on: Conditions, times: int) -> Conditions:

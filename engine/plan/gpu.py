@@ -125,7 +125,8 @@ class GpuPlacement(Saving):
             if all_graphs:
                 what += " and all activations, which train.activation_checkpointing=none needs,"
             what += f" of {gib(need)} ({listing(self.gpu_parts())})"
-            raise too_small("gpu", gib(p.gpu_budget), what, need, p.gpu_budget)
+            message = f"budgets.gpu: {gib(p.gpu_budget)} cannot hold {what}; give at least {least_text(need)}"
+            raise BudgetError(message, tier="gpu", need_bytes=need, budget_bytes=p.gpu_budget)
         # Sums come before whole blocks, of which they are a fourth; graphs before both. The last sums come first: those
         # that find a place in RAM are the same ones with more of the GPU.
         trained = [buffer for buffer in reversed(self.in_order) if not buffer.frozen]
@@ -202,9 +203,3 @@ def _pools(problem: PlanInput) -> dict[str, Pool]:
 def listing(parts: Mapping[str, int]) -> str:
     """What a tier is taken by, for people."""
     return ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-
-
-def too_small(tier: str, given: str, what: str, need_bytes: int, budget_bytes: int, instead: str = "") -> BudgetError:
-    """That the `given` budget of a tier cannot hold `what`; `instead`: what else would do."""
-    message = f"budgets.{tier}: {given} cannot hold {what}; give at least {least_text(need_bytes)}{instead}"
-    return BudgetError(message, tier=tier, need_bytes=need_bytes, budget_bytes=budget_bytes)

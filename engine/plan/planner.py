@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from penstock.engine.plan.gpu import GpuPlacement, listing, too_small
+from penstock.engine.plan.gpu import GpuPlacement, listing
 from penstock.engine.plan.plan import (
     BufferPlan,
     Plan,
@@ -24,6 +24,7 @@ from penstock.engine.plan.plan import (
 from penstock.engine.plan.problem import FP32, LAST_GOOD, BufferShape, PlanInput, PlanOptions, SampleTier, Tier
 from penstock.engine.plan.saving import fitting, spread
 from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.units import least_text
 from penstock.storage.tier.chunk import ChunkFormat
 
 SAMPLES_SHARE = 64
@@ -210,7 +211,8 @@ class _Planner(GpuPlacement):
             what = f"one block's working set of {gib(least + beside)} ({listing(parts)})"
             if whole < least:
                 what += f", nor all of the model's state and activations, {gib(need)}"
-            raise too_small("ram", gib(p.ram_budget), what, need, p.ram_budget)
+            message = f"budgets.ram: {gib(p.ram_budget)} cannot hold {what}; give at least {least_text(need)}"
+            raise BudgetError(message, tier="ram", need_bytes=need, budget_bytes=p.ram_budget)
         spilled = {key for key in self.backward_order() if key not in self.saved_on_gpu and key not in in_place}
         parts = {"activations": stream + passing + saved + own * widest, "resident blocks": 0, "stages": staged}
         placement = _RamPlacement({}, parts, activation_stages=own, activation_stage_bytes=own and widest)
@@ -299,9 +301,11 @@ class _Planner(GpuPlacement):
         }
         need = sum(parts.values())
         if p.nvme_budget is not None and need > p.nvme_budget:
-            given, what = f"{p.nvme_budget:,} bytes", f"{gib(need)} ({listing(parts)})"
-            instead = ", or name drives with more room (storage.nvme)"
-            raise too_small("nvme", given, what, need, p.nvme_budget, instead)
+            message = (
+                f"budgets.nvme: {p.nvme_budget:,} bytes cannot hold {gib(need)} ({listing(parts)}); give at least "
+            )
+            message += f"{least_text(need)}, or name drives with more room (storage.nvme)"
+            raise BudgetError(message, tier="nvme", need_bytes=need, budget_bytes=p.nvme_budget)
         if p.last_good and (p.nvme_budget is None or need + generation <= p.nvme_budget):
             parts[LAST_GOOD] = generation
         return parts

@@ -318,16 +318,12 @@ READ_WEIGHTS_WHOLE = _action(
 WRITE_WEIGHTS = _write(
     "write_weights", "writes a part of the weights", r.RAM_PART_STAGE, r.NVME_WEIGHTS, Move("weights", "out", "home")
 )
-_GRADIENT_LEAVES = Move("gradient", "out", "home")
+_GRADIENT_LEAVES, _TO_RAM = Move("gradient", "out", "home"), Move("gradient", "out", "ram")
 STORE_GRADIENT = _store(
     "store_gradient", "copies a gradient from the GPU", r.GPU_GRADIENT, r.RAM_GRADIENT, _GRADIENT_LEAVES
 )
 STORE_SUM = _store(
-    "store_sum",
-    "copies a gradient that other groups add to from the GPU",
-    r.GPU_GRADIENT,
-    r.RAM_GRADIENT,
-    Move("gradient", "out", "ram"),
+    "store_sum", "copies a gradient that other groups add to from the GPU", r.GPU_GRADIENT, r.RAM_GRADIENT, _TO_RAM
 )
 LOAD_SUM = _load(
     "load_sum",
@@ -337,11 +333,7 @@ LOAD_SUM = _load(
     Move("gradient", "in", "gpu"),
 )
 STORE_GRADIENT_PART = _store(
-    "store_gradient_part",
-    "copies a part of a gradient from the GPU",
-    r.GPU_GRADIENT,
-    r.RAM_PART_STAGE,
-    Move("gradient", "out", "ram"),
+    "store_gradient_part", "copies a part of a gradient from the GPU", r.GPU_GRADIENT, r.RAM_PART_STAGE, _TO_RAM
 )
 WRITE_GRADIENT = _write(
     "write_gradient", "writes a part of a gradient", r.RAM_PART_STAGE, r.NVME_GRADIENT, _GRADIENT_LEAVES
