@@ -1,11 +1,10 @@
 """Exact attention of one sequence chunk, registered with transformers under the name "penstock".
 
-A stream of T tokens holds whole documents laid end to end; chunks of it are computed in order forward and in reverse
+A stream of T tokens holds whole documents laid end to end; its chunks are computed in order forward and in reverse
 order backward. Forward writes the chunk's keys and values into windows over the whole stream and saves output and
 log-sum-exp; backward recomputes the layer around the saved output and adds what later queries owe to earlier keys into
-float32 windows. When a chunk's turn comes in backward, all later chunks have been there, so its dK and dV are complete.
-
-A layer reaches its state through a module global set by `use`: layers run on one thread.
+float32 windows: at a chunk's turn its dK and dV are complete. A layer reaches its state through a module global set by
+`use`: layers run on one thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The branches that there are: train.split_layers -> a part of a layer that is streamed as a block of its own.
 
-In the layer a stand-in takes the part's place: it notes what the layer hands to it and returns zeros, so that the
-layer's output is all but the part's, which the branch's block adds. That is exact where the layer adds the part's
-output to the rest without more ado; where it does not, the self-check finds other gradients than transformers.
+In the layer a stand-in takes the part's place: it notes what the layer hands to it and returns zeros; the branch's
+block adds the part's output. That is exact where the layer only adds it to the rest; else the self-check finds other
+gradients.
 """
 
 from __future__ import annotations

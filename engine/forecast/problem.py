@@ -130,11 +130,11 @@ def attention_workspace(spec: ModelSpec, tokens: int, stream_tokens: int, *, det
 def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_bytes: int) -> int:
     """Estimate of the temporaries of the largest compute op.
 
-    A layer's backward holds the output of every projection, twice for the elementwise work between them, eight
-    hidden states, and the gradients of its trained parameters before they are summed: of those that products sum the
-    inputs of the products instead, and one gradient where the device has no kernel for it. Experts count for the tokens
-    routed to them. A forward that no backward follows holds half. The head holds its logits in the compute dtype,
-    replaced by their gradient, and some rows in float32.
+    A layer's backward holds the output of every projection, twice for the elementwise work between them, eight hidden
+    states, and the gradients of its trained parameters; of those that products sum the products' inputs instead, and
+    one gradient where the device has no kernel for it. Experts count for the tokens routed to them. A forward without a
+    backward holds half. The head holds its logits in the compute dtype, replaced by their gradient, and some rows in
+    float32.
     """
     worst = 0
     for block in spec.blocks:

@@ -144,11 +144,9 @@ def _frozen_json(task: PlanRequest, plan: Plan) -> dict[str, Any]:
 
 
 def _whole_run(task: PlanRequest, plan: Plan, on: Conditions, simulation: Simulation) -> dict[str, Any]:
-    """Seconds of all steps with their commits, validations and samples, and what is written to each drive by the end.
-
-    A commit writes through the state that is not on NVMe; the drive works on it while the next step computes, so that
-    it costs time only as far as that step leaves the drive none. The first generation is written before the first step.
-    """
+    """Seconds of all steps with their commits, validations and samples, and what is written to each drive by the end. A
+    commit writes through the state that is not on NVMe; the drive works on it while the next step computes, so that it
+    costs time only as far as that step leaves the drive none. The first generation is written before the first step."""
     machine, kinds = on.machine, len(plan.problem.state_kinds)
     steps, every = task.recipe.train.steps, task.recipe.storage.checkpoint_every
     resident = [buffer for buffer in plan.buffers.values() if buffer.state in ("gpu", "ram")]

@@ -217,13 +217,12 @@ def search(
     before: SearchResult | None = None,
     rough: bool = False,
 ) -> SearchResult:
-    """The plan with the shortest step.
+    """The plan with the shortest step. Raises NoPlanError, that of the combination which lacks least, where none fits.
 
     Small steps are searched exhaustively, large ones by changing one choice at a time from the best chunk length.
     `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
     whatever its speed; `before`: a search with other times, which says what need not be tried again (SearchResult.far);
-    `rough`: half the time, for a search that another with measured times follows (simulate's `settled`).
-    Raises NoPlanError, that of the combination which lacks least, where none fits.
+    `rough`: in half the time, as another search with measured times follows (simulate's `settled`).
     """
     hunt = _Search(problem_at, on, rough)
     lengths = list(chunks)

@@ -1,5 +1,5 @@
-"""The plan: where every kind of every buffer lives, how the step is cut into chunks, how many slots there are, what is
-saved for backward and what is recomputed.
+"""The plan: where every kind of every buffer lives, how a step is cut, how many slots there are, what is saved for
+backward.
 
 `planner.py` makes it from a PlanInput. The schedule, the runtime and the command line read it; nothing else decides a
 size or a place.
@@ -321,10 +321,11 @@ def graph_location(
 
 
 def saved_activations(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph) -> dict[str, int]:
-    """Kind -> bytes, in whole pages, of what is saved for backward of `tokens` tokens of a layer.
+    """Kind -> bytes, in whole pages, of what is saved for backward of `tokens` tokens of a layer; nothing without a
+    backward.
 
     x, sent: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph
-    holds, of which x and saved are part. `graph`: where that is, if it is saved. Nothing where there is no backward.
+    holds, of which x and saved are part. `graph`: where that is, if it is saved.
     """
     shape = problem.blocks[block]
     if not (shape.backward and shape.saved_inputs):
@@ -378,10 +379,9 @@ def _widest(blocks: tuple[BlockShape, ...], name: str) -> int:
 def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool, windows: int) -> dict[str, list[int]]:
     """What attention reads and sums on the compute device: name -> bytes of each buffer, in whole pages.
 
-    Whole: keys and values of as many micro-batches as there are `windows` (kv), and float32 gradients of one (dkv).
-    Streamed: KV_SLOTS and DKV_SLOTS chunks of them, and of the running chunk queries (q), the gradient of attention's
-    output (dout), and in float32 the partial output and its log-sum-exp, or the queries' gradient (partial,
-    partial_lse).
+    Whole: keys and values of `windows` micro-batches (kv), and float32 gradients of one (dkv). Streamed: KV_SLOTS and
+    DKV_SLOTS chunks of them; of the running chunk queries (q), the gradient of attention's output (dout), and in
+    float32 the partial output and its log-sum-exp, or the queries' gradient (partial, partial_lse).
     """
     blocks = problem.blocks
     kv, kv_numel = _widest(blocks, "kv_bytes_per_token"), _widest(blocks, "kv_numel_per_token")
@@ -453,10 +453,8 @@ def attention_regions(
     problem: PlanInput, chunks: tuple[Chunk, ...], streamed: bool, recomputing: bool, spilling: bool
 ) -> dict[str, list[int]]:
     """RAM that one block's pass over a micro-batch needs beside what is saved: name -> bytes per chunk, in whole pages.
-
-    saved: attention's output and log-sum-exp, computed again; kv: keys and values that are not saved in RAM; dkv:
-    their float32 gradients.
-    """
+    saved: attention's output and log-sum-exp, computed again; kv: unsaved keys and values; dkv: their float32
+    gradients."""
     tokens = [chunk.end - chunk.start for chunk in chunks if chunk.micro_batch == 0]
     blocks = problem.blocks
     unsaved = any(block.attends and not block.backward for block in blocks)

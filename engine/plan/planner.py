@@ -139,12 +139,9 @@ class _Planner(GpuPlacement):
         self, rest: list[BufferShape], spilling: bool
     ) -> Iterator[tuple[tuple[int, int] | tuple[str, str], int]]:
         """(buffer, kind) and (block, chunk) of saved activations with their bytes, in the order in which RAM takes
-        them.
-
-        A byte of frozen weights saves as much reading as a byte of state, and no writing: it comes after it, but where
-        weights are to be first. A byte of them saves a writing and a reading, and one of frozen weights two readings
-        or three.
-        """
+        them. A byte of frozen weights saves as much reading as a byte of state, and no writing: it comes after it, but
+        where weights are to be first. A byte of them saves a writing and a reading, and one of frozen weights two
+        readings or three."""
         trained, frozen = ([b for b in rest if b.frozen is which] for which in (False, True))
 
         def of_kinds(of: list[BufferShape], *kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
@@ -175,11 +172,8 @@ class _Planner(GpuPlacement):
 
     def _stages(self, spilling: bool, whole: int) -> _RamPlacement:
         """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, saved
-        activations.
-
-        A saved graph needs its keys and values in RAM all the same. Raises BudgetError where that alone is too much;
-        `whole`: what RAM would need to hold everything, which is less than that for a small model.
-        """
+        activations. A saved graph needs its keys and values in RAM all the same. Raises BudgetError where that alone is
+        too much; `whole`: what RAM would need to hold everything, which is less than that for a small model."""
         p, stages = self.problem, self.choice.stages
         own = ACTIVATION_STAGES[stages] if spilling and self.saving else 0
         longest = max(self.group_chunks, key=lambda c: c.end - c.start).index

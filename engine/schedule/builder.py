@@ -1,11 +1,9 @@
 """The schedule: a pass as a list of ops with every dependency, pure data, no torch.
 
 `ScheduleBuilder` emits ops in program order. Each op names the resources (slots, regions, parts on disk) that it reads
-and writes, and its dependencies follow from them (schedule/ops.py). Slots are assigned here, statically. Any execution
-that respects the dependencies therefore computes the same bits.
-
-The tables live on from one step to the next, so that ops of step s+1 depend on ops of step s where they share a
-resource, and on nothing else: the optimizer's updates of step s run under the forward pass of step s+1.
+and writes, and its dependencies follow (schedule/ops.py). Slots are assigned here, statically: any execution that
+respects the dependencies computes the same bits. The tables live on from one step to the next, so that ops of step s+1
+depend on ops of step s only where they share a resource: the updates of step s run under the forward pass of step s+1.
 """
 
 from __future__ import annotations
@@ -186,11 +184,9 @@ class ScheduleBuilder:
         return loads
 
     def _end_visit(self, task: Task, visits: list[Task]) -> list[tuple[int, deque[Load]]]:
-        """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do.
-
-        Returns of those that wait for the next group the visit with whose end they have to be gone, and what moves
-        them, to be emitted between small copies that are wanted sooner.
-        """
+        """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do. Returns
+        of those that wait for the next group the visit with whose end they have to be gone, and what moves them, to be
+        emitted between small copies that are wanted sooner."""
         block = self._plan.blocks[task.layer]
         self._state.release(block)
         done = task.chunk is task.group.chunks[0] if task.mode == "backward" else task.mode == "loss"

@@ -8,12 +8,11 @@ from penstock.engine.branches.base import BRANCHES
 from penstock.engine.schedule import actions as a
 
 Mode = Literal["forward", "score", "loss", "recompute", "backward", "evaluate", "generate"]
-"""What a visit to a block does. "score" finds the log-probabilities of a chunk's targets, for an objective that needs
-those of whole sequences; "loss" is forward and backward of the block that ends the graph at once, so that a
-chunk's logits die where they are made; "recompute" computes the keys, values and attention of a layer that saved its
-input only; "evaluate" is forward with no backward to follow: what it finds is not saved, and hidden states wait where a
-step's do, none on NVMe; "generate" is the same of samples, whose keys and values have memory of their own
-(engine/schedule/samples.py)."""
+"""What a visit to a block does. "score" finds the log-probabilities of a chunk's targets, for an objective over whole
+sequences; "loss" is forward and backward of the last block at once, so that a chunk's logits die where they are made;
+"recompute" computes keys, values and attention of a layer that saved its input only; "evaluate" is forward with no
+backward to follow: nothing is saved, and hidden states wait in RAM or their slots; "generate" is the same of samples,
+whose keys and values have memory of their own (engine/schedule/samples.py)."""
 
 ONWARD: frozenset[Mode] = frozenset({"forward", "evaluate", "generate"})
 """Modes whose result is an input of the blocks that follow."""

@@ -224,10 +224,9 @@ class StateSchedule:
     def update(self, name: str, *, write_through: bool, fetched: bool) -> list[Load]:
         """Apply the gradient that waits, if one does, to `name` part by part, and write back what lives on NVMe.
 
-        With `write_through` all of it is written, for the generation about to be committed. Nothing of a frozen buffer.
-        `fetched`: its weights are fetched next; those for NVMe go to their slot from the stage that they are made in,
-        and are not read back. Returns what is left to be emitted, as `fetch` does, where new weights go to the compute
-        device.
+        With `write_through` all of it is written, for the generation about to be committed. `fetched`: its weights are
+        fetched next; those for NVMe go to their slot from the stage that they are made in. Returns what is left to be
+        emitted, as `fetch` does, where new weights go to the compute device.
         """
         buffer = self._plan.buffers[name]
         if buffer.frozen:
