@@ -49,7 +49,9 @@ class Branch:
         return tuple(importlib.import_module(self.implementation).sent(hidden_size, experts_per_token))
 
 
-BRANCHES = {"experts": Branch("a layer's experts", "penstock.engine.branches.experts")}
+BRANCHES = {
+    "experts": Branch("a layer's experts", "penstock.engine.branches.experts"),
+}
 
 
 def find_branch(name: str) -> Branch:
