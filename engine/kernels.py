@@ -19,6 +19,7 @@ from penstock.engine.attention.select import (
     rankings,
 )
 from penstock.engine.events import Observer
+from penstock.engine.forecast.costs import Conditions
 from penstock.engine.forecast.report import predict
 from penstock.engine.machine.architectures import Shares, architecture, peak_of
 from penstock.engine.machine.presets import attention_rates
@@ -209,7 +210,7 @@ def expected_gain(
     if faster.now is None or peak is None:
         return None
     now, then = (
-        predict(plan, structs.replace(machine, attention=attention_rates(peak, shares)), None, documents, filled).step_s
-        for shares in (faster.now, faster.then)
+        predict(plan, Conditions(structs.replace(machine, attention=rates), None, documents, filled)).step_s
+        for rates in (attention_rates(peak, faster.now), attention_rates(peak, faster.then))
     )
     return 1 - then / now

@@ -28,7 +28,7 @@ from penstock.engine.config import (
 from penstock.engine.data.corpus.prepare import Data
 from penstock.engine.data.loader import DataLoader, MicroBatch, make_loader, make_validation
 from penstock.engine.events import Observer
-from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.report import forecast, predict
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
@@ -326,7 +326,7 @@ def _report_plan(
     documents, filled = [m.documents for m in batch], [m.filled for m in batch]
     if device.type == "cuda":
         report_kernels(observer, device, machine, result.plan, documents, filled)
-    simulation = predict(result.plan, machine, calibration, documents, filled)
+    simulation = predict(result.plan, Conditions(machine, calibration, documents, filled))
     predicted = forecast(task, machine, result, calibration, batch, simulation)
     measured = None if calibration is None else calibration.to_json()
     observer.on_plan(predicted | {"attention": kernels, "calibration": measured}, simulation.spans)

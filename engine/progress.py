@@ -11,7 +11,7 @@ import torch
 
 from penstock.engine import preparing
 from penstock.engine.events import LaneTotals, Observer, Progress, op_text
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.action import LANES
 from penstock.engine.session import Session
 
 REPORT_S = 0.25

@@ -37,6 +37,7 @@ def plan_stages(
     from penstock.engine.data.corpus.prepare import require_text
     from penstock.engine.forecast.advice import best_change, fixes
     from penstock.engine.forecast.cluster import cluster_forecast, require_cluster
+    from penstock.engine.forecast.costs import Conditions
     from penstock.engine.forecast.extrapolate import estimate
     from penstock.engine.forecast.report import compute_bound_tokens, forecast, refusal
     from penstock.engine.machine.clusters import parse_cluster
@@ -68,7 +69,7 @@ def plan_stages(
     result["search_s"] = time.perf_counter() - started
     result |= forecast(task, on, found)
     if trace is not None:
-        write_spans(estimate(found.plan, on, full=True).spans, f"{recipe.name}, planned", trace)
+        write_spans(estimate(found.plan, Conditions(on), full=True).spans, f"{recipe.name}, planned", trace)
     yield result
     yield result | {
         "best_change": best_change(task, on, found, result["tokens_per_step"]),

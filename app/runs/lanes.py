@@ -18,7 +18,7 @@ from penstock.app.runs.files import JsonLines
 from penstock.app.runs.ops import STEP_END
 from penstock.app.runs.speed import WARMUP_STEPS, MeanSpeed, speed_text
 from penstock.engine.events import Span
-from penstock.engine.schedule import actions
+from penstock.engine.schedule import action
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import seconds_text
 from penstock.storage.files.untrusted import one_line
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-LANES: tuple[str, ...] = actions.LANES
+LANES: tuple[str, ...] = action.LANES
 DRIVE = ("nvme_read", "nvme_write")
 
 

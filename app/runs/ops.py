@@ -7,7 +7,8 @@ from functools import lru_cache
 from penstock.engine.events import location_text as location_text
 from penstock.engine.events import op_text as op_text
 from penstock.engine.schedule import actions as a
-from penstock.engine.schedule.actions import ACTIONS, Action
+from penstock.engine.schedule.action import Action
+from penstock.engine.schedule.actions import ACTIONS
 
 STEP_END = a.CLIP.name
 """The op with whose end a step ends: loss and gradient norm are known."""

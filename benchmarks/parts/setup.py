@@ -23,8 +23,8 @@ from penstock.engine.machine.device import resolve_device
 from penstock.engine.machine.presets import this_machine
 from penstock.engine.model.anatomy import model_spec
 from penstock.engine.model.spec import ModelSpec
+from penstock.engine.plan.gpu import allocator_bytes, with_share
 from penstock.engine.plan.plan import Plan, gib
-from penstock.engine.plan.planner import allocator_bytes, with_share
 from penstock.engine.plan.problem import FP32, PlanOptions
 from penstock.engine.runtime.state import scratch_arrays
 from penstock.storage.files.errors import BudgetError

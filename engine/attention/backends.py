@@ -4,10 +4,9 @@ A backend computes softmax(q k^T) v for one `Geometry` of queries and keys witho
 scores. Results that share queries are merged outside (engine/attention/chunk.py), so `backward` is given the output and
 log-sum-exp of the *merged* attention: the gradient of one part then needs nothing of the others.
 
-Shapes everywhere: q [n, heads, qk_dim], k [m, kv_heads, qk_dim], v [m, kv_heads, v_dim], out and dout
-[n, heads, v_dim], lse [heads, n] in float32 (float64 for float64 inputs); heads is a multiple of kv_heads. They travel
-as `Operands` and `Gradients`. Kernels for CUDA are in engine/attention/torch_cuda.py, the choice among all of them in
-engine/attention/select.py.
+Shapes everywhere: q [n, heads, qk_dim], k [m, kv_heads, qk_dim], v [m, kv_heads, v_dim], out and dout [n, heads,
+v_dim], lse [heads, n] in float32 (float64 for float64 inputs); heads is a multiple of kv_heads. They travel as
+`Operands` and `Gradients`. Kernels for CUDA are in attention/torch_cuda.py, the choice in attention/select.py.
 """
 
 from __future__ import annotations

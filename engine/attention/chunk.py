@@ -1,11 +1,10 @@
 """Exact attention of one sequence chunk, registered with transformers under the name "penstock".
 
-A stream of T tokens holds whole documents laid end to end; chunks of it are computed in order forward and in reverse
+A stream of T tokens holds whole documents laid end to end; its chunks are computed in order forward and in reverse
 order backward. Forward writes the chunk's keys and values into windows over the whole stream and saves output and
 log-sum-exp; backward recomputes the layer around the saved output and adds what later queries owe to earlier keys into
-float32 windows. When a chunk's turn comes in backward, all later chunks have been there, so its dK and dV are complete.
-
-A layer reaches its state through a module global set by `use`: layers run on one thread.
+float32 windows: at a chunk's turn its dK and dV are complete. A layer reaches its state through a module global set by
+`use`: layers run on one thread.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from penstock.engine.attention.select import Attends as Attends
 from penstock.engine.attention.select import attention_report as attention_report
 from penstock.engine.attention.select import launches
 from penstock.engine.attention.select import prepare as prepare
+from penstock.engine.attention.spans import split_documents as split_documents
 from penstock.engine.attention.workspace import workspace_bytes as workspace_bytes
 from penstock.storage.files.errors import UserError
 
@@ -185,9 +185,7 @@ def finish(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tens
 
 def attend_backward(x: Operands, given: Gradients, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Add to dq [n, heads, qk_dim], dk, dv [m, kv_heads, dim] (float32; float64) what `attend`'s rectangle contributes.
-
-    `given` is of the finished attention over all keys.
-    """
+    `given` is of the finished attention over all keys."""
     for rows, parts in _backward(x, given, dk, dv):
         for part in parts:
             dq[rows].add_(part)
@@ -300,11 +298,8 @@ def penstock_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, heads, n, qk_dim] -> ([1, n, heads, v_dim], None).
-
-    Raises UserError for what would be computed wrongly: a mask of the model's own, a position bias, bidirectional
-    attention.
-    """
+    """transformers' attention interface: query [1, heads, n, qk_dim] -> ([1, n, heads, v_dim], None). Raises UserError
+    for what would be computed wrongly: a mask of the model's own, a position bias, bidirectional attention."""
     assert _handler is not None, "attention called outside of a block"
     name = type(module).__name__
     if attention_mask is not None:
@@ -327,8 +322,8 @@ def penstock_attention(
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """A causal mask that hides old keys: all but the last `size` (sliding), or those of earlier blocks of `size` tokens
-    counted from the document's start (chunked)."""
+    """Hides all keys but the last `size` (sliding), or those of earlier blocks of `size` tokens of a document
+    (chunked)."""
 
     kind: Literal["sliding", "chunked"]
     size: int
@@ -358,12 +353,6 @@ def mask_pattern(
     # Of the first query that no longer sees key 0, only a sliding window shows key 1.
     sees_next = bool(mask_function(zero, zero, torch.tensor(local_size), torch.tensor(1)))
     return MaskPattern("sliding" if sees_next and local_size > 1 else "chunked", local_size)
-
-
-def split_documents(documents: Sequence[int], end: int, chunk: int) -> list[int]:
-    """Starts of the blocks of `chunk` tokens of each document; a chunked mask is these taken for documents."""
-    stops = [*documents[1:], end]
-    return [block for start, stop in zip(documents, stops, strict=True) for block in range(start, stop, chunk)]
 
 
 def register() -> None:

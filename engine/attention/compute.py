@@ -42,9 +42,7 @@ def group_backward(
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Make `out` [n, heads, v_dim] and `lse` [heads, n] (float32; float64) attention over both sets of keys, in place.
-
-    The sets are disjoint. A row that has seen no key has lse -inf and any finite out, on either side or on both.
-    """
+    The sets are disjoint. A row that has seen no key has lse -inf and any finite out, on either side or on both."""
     assert out.dtype == work_dtype(out.dtype), "merging into a rounded output loses what it was given"
     total, weight, other_weight = _weights(lse, other_lse)
     out.mul_(weight).addcmul_(other_out, other_weight)

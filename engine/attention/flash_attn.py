@@ -45,18 +45,34 @@ def _arguments(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-class FlashAttention3(FlashKernel):
+class PackagedFlash(FlashKernel):
+    """A kernel of a package that may be there."""
+
+    modules: tuple[str, ...]
+    """Where it may be, in order."""
+    softcap = True
+
+    @property
+    def _package(self) -> Any:
+        return _module(*self.modules)
+
+    def _missing(self) -> str | None:
+        return self._package if isinstance(self._package, str) else self._unknown(self._package)
+
+    def _unknown(self, module: Any) -> str | None:
+        """Why this version of the package cannot be used."""
+        raise NotImplementedError
+
+
+class FlashAttention3(PackagedFlash):
     """`flash_attn_3`: Hopper only. Operators are called directly, by the argument names that they declare."""
 
     name = "flash-attn-3"
     packages = ("flash_attn_3",)
+    modules = ("flash_attn_3._C", "flash_attn_interface", "flash_attn_3.flash_attn_interface")
     capabilities = (9,)
-    softcap = True
 
-    def _missing(self) -> str | None:
-        module = _module("flash_attn_3._C", "flash_attn_interface", "flash_attn_3.flash_attn_interface")
-        if isinstance(module, str):
-            return module
+    def _unknown(self, module: Any) -> str | None:
         operators = torch.ops.flash_attn_3
         if not (hasattr(operators, "fwd") and hasattr(operators, "bwd")):
             return "registers no operators with torch: too old"
@@ -66,9 +82,8 @@ class FlashAttention3(FlashKernel):
         return None
 
     def _limit(self, problem: Problem) -> str | None:
-        if problem.backward and problem.deterministic and max(self._widths(problem.qk_dim, problem.v_dim)) > 192:
-            return "has no deterministic backward for heads over 192 wide"
-        return None
+        wide = problem.deterministic and max(self._widths(problem.qk_dim, problem.v_dim)) > 192
+        return "has no deterministic backward for heads over 192 wide" if problem.backward and wide else None
 
     def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
         qk_width, v_width = round_up(qk_dim, 8), round_up(v_dim, 8)
@@ -82,29 +97,21 @@ class FlashAttention3(FlashKernel):
 
     def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
-        torch.ops.flash_attn_3.bwd(
-            *(given.dout, x.q, x.k, x.v, given.out, given.lse),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            **_flash_arguments(x, geometry),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        tensors, options = (given.dout, x.q, x.k, x.v, given.out, given.lse), _flash_arguments(x, geometry)
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        torch.ops.flash_attn_3.bwd(*tensors, dq=dq, dk=dk, dv=dv, **options)
         return dq, dk, dv
 
 
-class FlashAttention4(FlashKernel):
+class FlashAttention4(PackagedFlash):
     """`flash-attn-4`: Hopper and newer, compiled on the machine itself at first use."""
 
     name = "flash-attn-4"
     packages = ("flash-attn-4", "nvidia-cutlass-dsl")
+    modules = ("flash_attn.cute.interface",)
     capabilities = (9, 10, 11, 12)
-    softcap = True
 
-    def _missing(self) -> str | None:
-        module = _module("flash_attn.cute.interface")
-        if isinstance(module, str):
-            return module
+    def _unknown(self, module: Any) -> str | None:
         forward, backward = getattr(module, "_flash_attn_fwd", None), getattr(module, "_flash_attn_bwd", None)
         if forward is None or backward is None:
             return "does not have the functions that keep the log-sum-exp"
@@ -114,10 +121,8 @@ class FlashAttention4(FlashKernel):
         return None
 
     def _limit(self, problem: Problem) -> str | None:
-        module = _module("flash_attn.cute.interface")
-        if problem.backward and problem.deterministic and "deterministic" not in _arguments(module._flash_attn_bwd):
-            return "has no deterministic backward"
-        return None
+        deterministic = not problem.deterministic or "deterministic" in _arguments(self._package._flash_attn_bwd)
+        return "has no deterministic backward" if problem.backward and not deterministic else None
 
     def _widths(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
         return round_up(qk_dim, 8), round_up(v_dim, 8)
@@ -131,7 +136,7 @@ class FlashAttention4(FlashKernel):
         return {name: value for name, value in options.items() if name in known}
 
     def _launch(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        forward = _module("flash_attn.cute.interface")._flash_attn_fwd
+        forward = self._package._flash_attn_fwd
         options = self._options(forward, x, geometry)
         if not x.call.softcap:
             options["softcap"] = None
@@ -139,7 +144,7 @@ class FlashAttention4(FlashKernel):
         return out, lse
 
     def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        backward = _module("flash_attn.cute.interface")._flash_attn_bwd
+        backward = self._package._flash_attn_bwd
         options = self._options(backward, x, geometry)
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
@@ -147,30 +152,27 @@ class FlashAttention4(FlashKernel):
         return dq, dk, dv
 
 
-class FlashAttention2(FlashKernel):
+class FlashAttention2(PackagedFlash):
     """`flash-attn` 2.7 and newer."""
 
     name = "flash-attn-2"
     packages = ("flash-attn",)
-    softcap = True
+    modules = ("flash_attn.flash_attn_interface",)
 
-    def _missing(self) -> str | None:
-        module = _module("flash_attn.flash_attn_interface")
-        if isinstance(module, str):
-            return module
+    def _unknown(self, module: Any) -> str | None:
         forward = getattr(module, "_wrapped_flash_attn_forward", None)
         if forward is None or "window_size_left" not in _arguments(forward):
             return "is too old: 2.7 or newer is needed"
         return None
 
     def _launch(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        module = _module("flash_attn.flash_attn_interface")
+        module = self._package
         forward = module._wrapped_flash_attn_varlen_forward if geometry.cu_q else module._wrapped_flash_attn_forward
         out, lse, *_ = forward(x.q, x.k, x.v, **_flash2_arguments(x, geometry), return_softmax=False)
         return out, lse
 
     def _launch_backward(self, x: Operands, given: Gradients, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        module = _module("flash_attn.flash_attn_interface")
+        module = self._package
         tensors = (given.dout, x.q, x.k, x.v, given.out, given.lse)
         grads = [torch.empty_like(t) for t in (x.q, x.k, x.v)]
         backward = module._wrapped_flash_attn_varlen_backward if geometry.cu_q else module._wrapped_flash_attn_backward
@@ -183,14 +185,8 @@ def _flash_arguments(x: Operands, geometry: Geometry) -> dict[str, Any]:
     """As flash-attn 3 names them; segments only where there are some."""
     left, right = window_limits(geometry)
     options: dict[str, Any] = segment_lengths(geometry, x.q.device) if geometry.cu_q else {}
-    return {
-        **options,
-        "softmax_scale": x.call.softmax_scale,
-        "is_causal": geometry.causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": x.call.softcap or 0.0,
-    }
+    options |= {"softmax_scale": x.call.softmax_scale, "is_causal": geometry.causal, "softcap": x.call.softcap or 0.0}
+    return options | {"window_size_left": left, "window_size_right": right}
 
 
 def _flash2_arguments(x: Operands, geometry: Geometry) -> dict[str, Any]:

@@ -113,10 +113,8 @@ def measured(device: torch.device) -> bool:
 
 
 def select(x: Operands, parts: Sequence[Span], given: Gradients | None = None) -> Strategy:
-    """The strategy for `parts`, which are all causal or one span that is not; backward where `given` is.
-
-    The best one for the most similar lengths that a ranking is known for.
-    """
+    """The strategy for `parts`, which are all causal or one span that is not; backward where `given` is. The best one
+    for the most similar lengths that a ranking is known for."""
     backward = given is not None
     kind, size = _Kind.of(x, parts, backward=backward), _Size.of(parts)
     known = _rankings.get(kind)
@@ -146,8 +144,7 @@ _MOST_REMEMBERED = 8192
 def launches(x: Operands, given: Gradients | None = None) -> tuple[Launch, ...]:
     """What computes all that the queries see, backward where gradients are `given`; rows of queries occur once.
 
-    Remembered by position, as every layer asks the same of a chunk: finding it again would take the lane as long as the
-    kernel's own launch.
+    Remembered by position, as every layer asks the same of a chunk: finding it takes as long as the kernel's launch.
     """
     # Documents that end before the queries are seen by none, those that begin behind them neither.
     documents, call = x.documents, x.call
@@ -193,11 +190,8 @@ class Attends:
     """Keys come in pieces as long as a chunk."""
 
     def cases(self) -> Iterator[_Case]:
-        """Problems of every kind that there can be.
-
-        Of lengths the extremes, between which the nearest stands for a problem: own keys, as many earlier ones, and
-        earlier ones up to where rates no longer change; one document, two, and as many as a kernel takes at once.
-        """
+        """Problems of every kind that there can be, of lengths the extremes: own keys, as many earlier ones, and
+        earlier ones up to where rates no longer change; one document, two, and as many as a kernel takes at once."""
         chunk = min(self.chunk, self.total)
         for window in dict.fromkeys((None, self.window)):
             far = min(self.total - chunk, MEASURED_KEYS if window is None else window)
@@ -246,10 +240,11 @@ def prepare(
     layers: Sequence[Attends],
     recorded: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
-    """Choose kernels for all that the layers can show, on random operands, while memory is still free.
+    """Choose kernels for all that the layers can show, on random operands, while memory is still free; forget all
+    others.
 
-    `recorded`: what `rankings` said on an equal machine; kinds that it knows are not timed. What was known before is
-    forgotten. Returns why kernels that were recorded cannot be used any more; their kinds are then chosen anew.
+    `recorded`: what `rankings` said on an equal machine; kinds that it knows are not timed. Returns why recorded
+    kernels cannot be used any more; their kinds are then chosen anew.
     """
     forget()
     checked: dict[_Kind, Ranking] = {}
@@ -299,8 +294,7 @@ def _label(kind: _Kind, size: _Size) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What may not change if rankings and bits are to be the same: versions of torch and of the kernels, and the GPU,
-    or the CPU's instructions."""
+    """What may not change if rankings and bits are to be the same: versions, and the GPU or the CPU's instructions."""
     result = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         major, minor = capability(device)

@@ -95,6 +95,7 @@ class Span:
         """The queries' own keys are among the keys."""
         return self.k1 == self.q1
 
+    @property
     def call(self) -> Call:
         return _call(self.q0, self.q1, self.k0, self.k1, self.window)
 
@@ -107,10 +108,8 @@ def _call(q0: int, q1: int, k0: int, k1: int, window: int | None) -> Call:
 def spans(
     start: int, end: int, key_start: int, key_end: int, documents: Sequence[int], window: int | None
 ) -> list[Span]:
-    """What queries start..end see of keys key_start..key_end, in order; queries that see none are in no span.
-
-    Queries and keys of the causal spans follow one another without gaps; at most one span, the last, is not causal.
-    """
+    """What queries start..end see of keys key_start..key_end, in order; queries that see none are in no span. Queries
+    and keys of the causal spans follow one another without gaps; at most one span, the last, is not causal."""
     result = []
     position = start
     while position < end:
@@ -127,6 +126,12 @@ def spans(
                 result.append(Span(q0, q1, k0, k1, window if window is not None and q1 - k0 > window else None))
         position = stop
     return result
+
+
+def split_documents(documents: Sequence[int], end: int, chunk: int) -> list[int]:
+    """Starts of the blocks of `chunk` tokens of each document; a chunked mask is these taken for documents."""
+    stops = [*documents[1:], end]
+    return [block for start, stop in zip(documents, stops, strict=True) for block in range(start, stop, chunk)]
 
 
 def cut(
@@ -178,7 +183,7 @@ def _join(parts: Sequence[Span]) -> Call:
 def _whole(span: Span, keys_per_call: int | None) -> list[Call]:
     own = span.q0 if span.causal else span.k1
     if keys_per_call is None or span.window is not None or own - span.k0 <= keys_per_call:
-        return [span.call()]
+        return [span.call]
     *earlier, (last, _) = _ranges(span.k0, own, keys_per_call)
     calls = [_call(span.q0, span.q1, k0, k1, None) for k0, k1 in earlier]
     return [_call(span.q0, span.q1, last, span.k1, None), *calls]

@@ -107,10 +107,8 @@ class CudaKernel(Backend):
 
 
 class FlashKernel(CudaKernel):
-    """The flash-attn family: causal limits at the bottom right, windows, segments, one layout of arguments.
-
-    Tensors are [1, n, heads, dim] and lse [1, heads, n]; with segments [n, heads, dim] and [heads, n].
-    """
+    """The flash-attn family: causal limits at the bottom right, windows, segments, one layout of arguments. Tensors are
+    [1, n, heads, dim] and lse [1, heads, n]; with segments [n, heads, dim] and [heads, n]."""
 
     def _forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         if geometry.cu_q:
@@ -193,8 +191,7 @@ class TorchCudnn(CudaKernel):
 
     def _forward(self, x: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(*map(_heads_first, (x.q, x.k, x.v)), None, True, 0.0, geometry.causal, False),
-            scale=x.call.softmax_scale,
+            *(*map(_heads_first, (x.q, x.k, x.v)), None, True, 0.0, geometry.causal, False), scale=x.call.softmax_scale
         )
         return out[0].transpose(0, 1), lse.reshape(x.q.shape[1], x.q.shape[0])
 

@@ -1,17 +1,17 @@
 """The branches that there are: train.split_layers -> a part of a layer that is streamed as a block of its own.
 
-In the layer a stand-in takes the part's place: it notes what the layer hands to it and returns zeros, so that the
-layer's output is all but the part's, which the branch's block adds. That is exact where the layer adds the part's
-output to the rest without more ado; where it does not, the self-check finds other gradients than transformers.
+In the layer a stand-in takes the part's place: it notes what the layer hands to it and returns zeros; the branch's
+block adds the part's output. That is exact where the layer only adds it to the rest; else the self-check finds other
+gradients.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from penstock.engine.config import nearest
 from penstock.storage.files.errors import UserError
 
 
@@ -57,7 +57,5 @@ BRANCHES = {
 def find_branch(name: str) -> Branch:
     """The entry of train.split_layers. Raises UserError with the nearest name for an unknown one."""
     if name not in BRANCHES:
-        near = difflib.get_close_matches(name, BRANCHES, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else f"valid names: {', '.join(BRANCHES)}"
-        raise UserError(f"train.split_layers: '{name}' is unknown; {hint}")
+        raise UserError(f"train.split_layers: '{name}' is unknown; {nearest(name, BRANCHES)}")
     return BRANCHES[name]

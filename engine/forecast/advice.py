@@ -17,6 +17,7 @@ from penstock.engine.plan.planner import state_exceeds_disk
 from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.files.units import least_text, size_text
 
+_BFLOAT16 = {"train.gradient_dtype": "bfloat16"}
 _ROUNDED = "gradients kept in bfloat16, rounded once after summing"
 _TRIES = 12
 """Budgets that are raised after each other until a plan fits."""
@@ -43,12 +44,9 @@ def fits(task: PlanRequest) -> bool:
 
 def fixes(task: PlanRequest, sizes: Mapping[str, int]) -> list[Change]:
     """The smallest changes that make a task fit which does not, each alone, in order of how little they take away.
-
-    `sizes`: tier -> bytes that the machine has; a budget beyond them is a change of the machine.
-    """
+    `sizes`: tier -> bytes that the machine has; a budget beyond them is a change of the machine."""
     result = [change for change in _single(task) if fits(task.changed(change.values))]
-    budgets = _budgets(task, sizes)
-    return result + ([] if budgets is None else [budgets])
+    return result + _budgets(task, sizes)
 
 
 def nearest(task: PlanRequest, refusal: BudgetError, sizes: Mapping[str, int], least_context: int) -> list[Change]:
@@ -58,17 +56,14 @@ def nearest(task: PlanRequest, refusal: BudgetError, sizes: Mapping[str, int], l
     half, a quarter and so on but above `least_context`, in this order; each is tried where its least value fits.
     """
     result = [] if state_exceeds_disk(task.problem(task.chunks[0])) else _nearest_in_recipe(task, least_context)
-    budgets = _budgets(task, sizes, refusal)
-    return result + ([] if budgets is None else [budgets])
+    return result + _budgets(task, sizes, refusal)
 
 
 def _nearest_in_recipe(task: PlanRequest, least_context: int) -> list[Change]:
     """At most one."""
     train = task.recipe.train
-    if train.gradient_dtype == "float32":
-        rounded = {"train.gradient_dtype": "bfloat16"}
-        if fits(task.changed(rounded)):
-            return [Change(rounded, _ROUNDED)]
+    if train.gradient_dtype == "float32" and fits(task.changed(_BFLOAT16)):
+        return [Change(_BFLOAT16, _ROUNDED)]
     fewer = [n for n in _halves(train.global_batch_size, train.micro_batch_size) if n % train.micro_batch_size == 0]
     shorter = _halves(task.recipe.data.sequence_length, max(2, least_context + 1))
     for name, values, text in (
@@ -88,7 +83,7 @@ def _single(task: PlanRequest) -> Iterator[Change]:
     if train.activation_checkpointing not in ("auto", "full"):
         yield Change({"train.activation_checkpointing": "auto"}, "let the plan decide what is saved for backward")
     if train.gradient_dtype == "float32":
-        yield Change({"train.gradient_dtype": "bfloat16"}, _ROUNDED)
+        yield Change(_BFLOAT16, _ROUNDED)
     if storage.keep_last > 1:
         yield Change({"storage.keep_last": 1}, "keep the newest generation only")
     if train.chunk_tokens is not None:
@@ -125,8 +120,8 @@ def _least(task: PlanRequest, name: str, values: Iterable[int | str], text: str)
             return
 
 
-def _budgets(task: PlanRequest, sizes: Mapping[str, int], refusal: BudgetError | None = None) -> Change | None:
-    """Budgets that are large enough, each raised to what was missing; `refusal`: the task's, where it is known."""
+def _budgets(task: PlanRequest, sizes: Mapping[str, int], refusal: BudgetError | None = None) -> list[Change]:
+    """Budgets that are large enough, each raised to what was missing, if there are; `refusal`: the task's, if known."""
     raised: dict[str, Any] = {}
     for _ in range(_TRIES):
         refusal = refusal if refusal is not None and not raised else task.changed(raised).refusal()
@@ -134,11 +129,11 @@ def _budgets(task: PlanRequest, sizes: Mapping[str, int], refusal: BudgetError |
             needed = {name: parse_bytes(size, name) for name, size in raised.items()}
             lacking = {name: size for name, size in needed.items() if size > sizes.get(name.partition(".")[2], 0)}
             needs = ", ".join(f"{gib(size)} of {_NAMES[name.partition('.')[2]]}" for name, size in needed.items())
-            return Change({}, f"a machine with {needs}") if lacking else Change(raised, f"budgets of {needs}")
+            return [Change({}, f"a machine with {needs}") if lacking else Change(raised, f"budgets of {needs}")]
         if refusal.tier is None:
-            return None
+            break
         raised[f"budgets.{refusal.tier}"] = least_text(refusal.need_bytes)
-    return None
+    return []
 
 
 _NAMES = {"gpu": "GPU memory", "ram": "RAM", "nvme": "disk"}
@@ -166,8 +161,7 @@ def best_change(
 def _improvements(task: PlanRequest, machine: Machine) -> Iterator[tuple[Change, PlanRequest, Machine]]:
     train, budgets = task.recipe.train, task.budgets
     if train.gradient_dtype == "float32":
-        values = {"train.gradient_dtype": "bfloat16"}
-        yield Change(values, "gradients kept in bfloat16"), task.changed(values), machine
+        yield Change(_BFLOAT16, "gradients kept in bfloat16"), task.changed(_BFLOAT16), machine
     doubled = {"train.global_batch_size": 2 * train.global_batch_size}
     yield Change(doubled, "twice as many sequences in a step"), task.changed(doubled), machine
     ram = replace(budgets, ram=2 * budgets.ram)

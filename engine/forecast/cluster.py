@@ -37,7 +37,6 @@ from penstock.engine.machine.peaks import mfu, peak_flops
 from penstock.engine.machine.profile import AttentionRate
 from penstock.engine.model.spec import ModelSpec, graph_key
 from penstock.storage.files.errors import UserError
-from penstock.storage.tier.layout import ParamSpec
 
 BF16, FP32 = 2, 4
 UPDATE_BYTES = 32
@@ -87,10 +86,8 @@ class Traffic:
 
 
 def collective(cluster: Cluster, nbytes: float) -> Traffic:
-    """An all-gather or a reduce-scatter of so many bytes, in rings through all GPUs.
-
-    A GPU sends (N - 1) / N of the bytes over NVLink; a node as much to the next one, through all of its GPUs' ports.
-    """
+    """An all-gather or a reduce-scatter of so many bytes, in rings through all GPUs. A GPU sends (N - 1) / N of the
+    bytes over NVLink; a node as much to the next one, through all of its GPUs' ports."""
     if cluster.gpus == 1 or not nbytes:
         return Traffic(0.0, 0.0)
     share, gpu = nbytes * (cluster.gpus - 1) / cluster.gpus, cluster.gpu
@@ -176,15 +173,14 @@ class _OnCluster:
         self.spec, self.cluster, self.recompute = spec, cluster, recompute
         self.achieved = ACHIEVED["compiled" if compiled else "eager"]
         self.graphs = _graph_bytes(spec, compiled)
-        """Per layer: bytes a token that autograd holds of it where nothing is recomputed, which its elementwise work
-        passes through memory."""
+        """Per layer: bytes a token of its graph, which its elementwise work passes through memory."""
         layers = [self._params(block.buffers) for block in spec.blocks[1:-1]]
         ends = self._params(dict.fromkeys((*spec.blocks[0].buffers, *spec.blocks[-1].buffers)))
         self.groups = [*layers, ends]
         """(parameters, trained ones) of what is gathered at once: each layer, then embedding and head."""
 
     def _params(self, buffers: Sequence[str] | dict[str, None]) -> tuple[int, int]:
-        sizes = {name: _numel(self.spec.buffers[name]) for name in buffers}
+        sizes = {name: sum(param.numel for param in self.spec.buffers[name]) for name in buffers}
         return sum(sizes.values()), sum(size for name, size in sizes.items() if name not in self.spec.frozen)
 
     # ------------------------------------------------------------------ memory
@@ -215,8 +211,8 @@ class _OnCluster:
     # ------------------------------------------------------------------ time
 
     def step(self, tokens: int, lengths: Sequence[int], each: int) -> tuple[float, Traffic, float]:
-        """Seconds that a GPU computes in a step of `each` micro-batches of so many tokens; what crosses the links; and
-        seconds of the step. `lengths`: of the documents of all GPUs' micro-batches."""
+        """(seconds that a GPU computes, what crosses the links, seconds) of a step; `lengths`: of all GPUs'
+        documents."""
         spec, trained = self.spec, self.spec.num_trained
         all_micro_batches = each * self.cluster.gpus
         update = UPDATE_BYTES * trained / self.cluster.gpus / self.cluster.gpu.copy_bytes_per_s
@@ -239,8 +235,7 @@ class _OnCluster:
     def _forward(self, index: int, tokens: int, lengths: Sequence[int], micro_batches: int) -> float:
         """Seconds of a layer's forward; `lengths` are of so many micro-batches."""
         spec, gpu = self.spec, self.cluster.gpu
-        shape = spec.attention[index - 1]
-        rate = _attention_rate(gpu.attention, 0 if shape is None else shape.qk_dim)
+        shape, rate = spec.attention[index - 1], self._attention_rate(index)
         seconds = tokens * block_matmul(spec, spec.blocks[index]) / gpu.matmul_flops
         seconds += pair_flops(shape, lengths, 1, 1) / micro_batches / rate.forward_flops
         seconds += tokens * self.graphs[index - 1] / gpu.copy_bytes_per_s
@@ -249,8 +244,7 @@ class _OnCluster:
     def _backward(self, index: int, tokens: int, lengths: Sequence[int], micro_batches: int, forward: float) -> float:
         """Seconds of a layer's backward with what it recomputes."""
         spec, gpu, again = self.spec, self.cluster.gpu, self.recompute
-        block, shape = spec.blocks[index], spec.attention[index - 1]
-        rate = _attention_rate(gpu.attention, 0 if shape is None else shape.qk_dim)
+        block, shape, rate = spec.blocks[index], spec.attention[index - 1], self._attention_rate(index)
         # torch.utils.checkpoint stops once it has all that backward wants: what nobody reads is not recomputed.
         recomputed = block_matmul(spec, block) - unread_matmul(spec, block, spec.unread[index - 1])
         seconds = tokens * (backward_matmul(spec, index) + again.matmul * recomputed) / gpu.matmul_flops
@@ -259,27 +253,22 @@ class _OnCluster:
         seconds += (BACKWARD + again.matmul) * tokens * self.graphs[index - 1] / gpu.copy_bytes_per_s
         return seconds / self.achieved + 2 * LAUNCH_S["gpu"]
 
+    def _attention_rate(self, index: int) -> AttentionRate:
+        """The rate at the nearest head size."""
+        shape = self.spec.attention[index - 1]
+        head_dim = 0 if shape is None else shape.qk_dim
+        return min(self.cluster.gpu.attention, key=lambda rate: abs(rate.head_dim - head_dim))
+
     def _head(self, tokens: int) -> float:
-        """Seconds of the head forward and backward, and of the loss, whose logits pass through memory once more than in
-        one machine's loss: they are made whole."""
+        """Seconds of the head and the loss, whose logits, made whole, pass through memory twice as often as in ours."""
         spec, gpu, last = self.spec, self.cluster.gpu, len(self.spec.blocks) - 1
         flops = block_matmul(spec, spec.blocks[last]) + backward_matmul(spec, last)
         passed = 2 * HEAD_BYTES * spec.vocab_size
         return (tokens * flops / gpu.matmul_flops + tokens * passed / gpu.copy_bytes_per_s) / self.achieved
 
 
-def _numel(params: Sequence[ParamSpec]) -> int:
-    return sum(param.numel for param in params)
-
-
-def _attention_rate(rates: Sequence[AttentionRate], head_dim: int) -> AttentionRate:
-    """The rate at the nearest head size."""
-    return min(rates, key=lambda rate: abs(rate.head_dim - head_dim))
-
-
 def _graph_bytes(spec: ModelSpec, compiled: bool) -> list[int]:
-    """Per layer the bytes a token of its graph in bfloat16; of a layer of which they are not known as costs.py has
-    it."""
+    """Per layer the bytes a token of its graph in bfloat16; where they are not known as costs.py has it."""
     known: Sequence[int | None] = (None,) * len(spec.attention)
     for key, scale in ((graph_key("bfloat16", compiled), 1), (graph_key("bfloat16", False), 1), ("float32", 2)):
         if key in spec.graph_bytes:

@@ -8,7 +8,7 @@ replaces them, for the ops that it measured, by their times on the real device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from msgspec import structs
@@ -18,7 +18,8 @@ from penstock.engine.machine.profile import AttentionRate, Machine
 from penstock.engine.plan.plan import Filled, Plan, offloaded_graph_bytes
 from penstock.engine.plan.problem import FP32, BlockShape
 from penstock.engine.schedule import actions as a
-from penstock.engine.schedule.actions import ACTIONS, Cost
+from penstock.engine.schedule.action import Cost
+from penstock.engine.schedule.actions import ACTIONS
 from penstock.engine.schedule.builder import is_device_local
 from penstock.engine.schedule.ops import WHOLE, Op
 
@@ -34,8 +35,7 @@ COMMIT_S = 3e-2
 HEAD_BYTES = 12
 """Bytes of memory that the loss passes through per token and entry of the vocabulary: engine/model/loss.py."""
 UPDATE_BYTES = 30
-"""Read or written per parameter by an optimizer with two moments, for which machines' rates are given: gradient,
-master weights and moments, weights."""
+"""Read or written per parameter by an optimizer with two moments, for which machines' rates are given."""
 
 _WITH_GRAPH = "+" + a.SAVED_GRAPH
 
@@ -63,23 +63,25 @@ class Calibration:
     d2h_bytes_per_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        samples = {
-            kind: [{"tokens": s.tokens, "pairs": s.pairs, "seconds": s.seconds} for s in result]
-            for kind, result in self.samples.items()
-        }
-        rates = ("graph_bytes_per_token", "update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
-        return {"samples": samples} | {name: getattr(self, name) for name in rates}
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a step of a plan is simulated under: the machine, and what is known of the batch."""
+
+    machine: Machine
+    calibration: Calibration | None = None
+    documents: Sequence[Sequence[int]] | None = None
+    """Per micro-batch the sorted starts of its documents; None: every row is one."""
+    filled: Filled | None = None
+    """Per micro-batch its tokens before the padding (plan.filled_chunks); None: there is none."""
 
 
 def representatives(blocks: Sequence[BlockShape]) -> list[str]:
     """For each block the name of the first one that computes the same."""
-    first: dict[tuple[Any, ...], str] = {}
-    return [first.setdefault(_same(block), block.name) for block in blocks]
-
-
-def _same(block: BlockShape) -> tuple[Any, ...]:
-    names = [n for n in BlockShape.__dataclass_fields__ if n not in ("name", "buffers", "inputs")]
-    return tuple(getattr(block, name) for name in names)
+    first: dict[BlockShape, str] = {}
+    return [first.setdefault(block.nameless, block.name) for block in blocks]
 
 
 def op_kind(op: Op, representative: str) -> str:
@@ -94,26 +96,14 @@ def _twins(op: Op) -> tuple[Op, ...]:
 
 
 class Costs:
-    """Seconds of any op of a plan on a machine, while nothing else shares what it uses.
+    """Seconds of any op that shares nothing; `merged`: each chunk stands for so many (forecast/extrapolate.py)."""
 
-    `documents`: per micro-batch the sorted starts of its documents; None: one document a row. `filled`: per micro-batch
-    its tokens before the padding (plan.filled_chunks); None: there is none. `merged`: each chunk stands for so many
-    (engine/forecast/extrapolate.py).
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        machine: Machine,
-        calibration: Calibration | None = None,
-        documents: Sequence[Sequence[int]] | None = None,
-        filled: Filled | None = None,
-        merged: int = 1,
-    ) -> None:
-        self._plan, self._machine = plan, machine
-        self._calibration = calibration or Calibration()
-        self._documents = plan.row_documents if documents is None else documents
-        self._chunks = {chunk.index: chunk for chunk in plan.filled_chunks(filled)}
+    def __init__(self, plan: Plan, on: Conditions, merged: int = 1) -> None:
+        self.plan, self.on = plan, on
+        machine = self._machine = on.machine
+        self._calibration = on.calibration or Calibration()
+        self._documents = plan.row_documents if on.documents is None else on.documents
+        self._chunks = {chunk.index: chunk for chunk in plan.filled_chunks(on.filled)}
         self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
@@ -149,12 +139,12 @@ class Costs:
         return self._by_action[op.action.name](op)
 
     def _copy(self, op: Op) -> float:
-        if is_device_local(self._plan, op):
+        if is_device_local(self.plan, op):
             return COPY_S + 2 * op.nbytes / self._machine.gpu_copy_bytes_per_s
         return COPY_S + op.nbytes / (self._h2d if op.lane == "h2d" else self._d2h)
 
     def _update_seconds(self, op: Op) -> float:
-        start, end = self._plan.buffers[op.block].update(op.index)
+        start, end = self.plan.buffers[op.block].update(op.index)
         return COPY_S + (end - start) / self._update
 
     def _read(self, op: Op) -> float:
@@ -168,7 +158,7 @@ class Costs:
         return DISK_S + op.nbytes / self._nvme_write
 
     def _buffer(self, op: Op) -> float:
-        numel = self._plan.buffers[op.block].numel
+        numel = self.plan.buffers[op.block].numel
         moved = self._update_bytes if op.action.phase == "update" else FP32
         return COPY_S + numel * moved / self._machine.gpu_copy_bytes_per_s
 
@@ -190,20 +180,17 @@ class Costs:
         key = (self._same[op.block], op.index, op.slots[a.KEYS] if work.one_chunk_of_keys else WHOLE)
         if key not in self._pairs:
             chunk = self._chunks[op.index]
-            other = self._chunks[op.slots[a.KEYS]] if work.one_chunk_of_keys else None
-            self._pairs[key] = chunk_pairs(
-                chunk.start,
-                chunk.end,
-                self._documents[chunk.micro_batch],
-                block.sliding_window,
-                block.span_tokens,
-                None if other is None else (other.start, other.end),
-            )
+            documents, keys = self._documents[chunk.micro_batch], None
+            if work.one_chunk_of_keys:
+                other = self._chunks[op.slots[a.KEYS]]
+                keys = other.start, other.end
+            ranges = chunk.start, chunk.end, documents, block.sliding_window, block.span_tokens, keys
+            self._pairs[key] = chunk_pairs(*ranges)
         return self._pairs[key]
 
     def _block(self, op: Op) -> float:
         block = self._blocks[op.block]
-        new = sum(self._plan.buffers[name].numel for name in block.buffers if a.zero(name) in op.flags)
+        new = sum(self.plan.buffers[name].numel for name in block.buffers if a.zero(name) in op.flags)
         # A layer's first gradients take the place of sums that nobody reads; of other blocks they are zeroed before.
         zeroing = (-new if op.action.work.fresh_gradients else new) * FP32 / self._machine.gpu_copy_bytes_per_s
         key = (op_kind(op, self._same[op.block]), self.tokens(op), self.pairs(op))
@@ -242,6 +229,7 @@ class Costs:
             if block not in names:
                 continue
             name, with_graph, _ = action.partition(_WITH_GRAPH)
+            flags = frozenset([a.SAVED_GRAPH] if with_graph else [])
             op = Op(
                 id=0,
                 action=ACTIONS[name],
@@ -252,7 +240,7 @@ class Costs:
                 writes=(),
                 deps=(),
                 slots={a.KEYS: 0},
-                flags=frozenset([a.SAVED_GRAPH] if with_graph else []),
+                flags=flags,
             )
             for sample in samples:
                 measured += sample.seconds
@@ -265,7 +253,7 @@ class Costs:
         tokens = self.tokens(op) if tokens is None else tokens
         pairs = self.pairs(op) if pairs is None else pairs
         block, machine = self._blocks[op.block], self._machine
-        p = self._plan.problem
+        p = self.plan.problem
         hidden = tokens * p.hidden_size * p.compute_bytes
         work, passes = op.action.work, self._matmul_passes(op, block)
         if work.looks_up:
@@ -311,7 +299,7 @@ class Costs:
             return 0.0
         heads = max(1, block.lse_bytes_per_token // FP32)
         width = block.q_numel_per_token // heads
-        rate = attention_rate(self._machine, width, self._plan.max_chunk_tokens // self._merged)
+        rate = attention_rate(self._machine, width, self.plan.max_chunk_tokens // self._merged)
         speed = rate.forward_flops if per_q == 2 else rate.backward_flops
         return pairs * (per_q * block.q_numel_per_token + per_out * block.out_numel_per_token) / speed
 

@@ -13,13 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.engine.forecast.costs import Calibration, Costs, representatives
+from penstock.engine.forecast.costs import Conditions, Costs, representatives
 from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
-from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.plan import BufferPlan, Chunk, Filled, Plan, cut_chunks
+from penstock.engine.plan.plan import BufferPlan, Chunk, Plan, cut_chunks
 from penstock.engine.plan.problem import BlockShape
 from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.passes import Documents, Pass, evaluation, sampling
 
@@ -49,85 +49,51 @@ class _Run:
     """Layers after which they repeat: 2 where every other one has a sliding window, say."""
 
 
-def estimate(
-    plan: Plan,
-    machine: Machine,
-    calibration: Calibration | None = None,
-    documents: Sequence[Sequence[int]] | None = None,
-    filled: Filled | None = None,
-    *,
-    full: bool = False,
-    settled: bool = True,
-) -> Simulation:
+def estimate(plan: Plan, on: Conditions, *, full: bool = False, settled: bool = True) -> Simulation:
     """A step of `plan`: simulated whole where it is small or `full`, else by a few layers of each kind.
 
     `settled`: see simulate; a few layers never are.
     The spans are those of the layers simulated. Raises engine.forecast.simulate.Deadlock.
     """
     if full or num_ops(plan) <= FULL_OPS:
-        costs = Costs(plan, machine, calibration, documents, filled)
-        return simulate(plan, costs, machine, documents, filled, settled=settled)
-    runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled)
-    result = simulate(small, costs, machine, joined, filled, settled=False)
-    return _extended(plan, runs, small, result)
+        return simulate(Costs(plan, on), settled=settled)
+    runs, costs = _small(plan, on)
+    return _extended(plan, runs, costs.plan, simulate(costs, settled=False))
 
 
-def estimate_evaluation(
-    plan: Plan,
-    machine: Machine,
-    calibration: Calibration | None = None,
-    documents: Sequence[Sequence[int]] | None = None,
-    filled: Filled | None = None,
-    *,
-    full: bool = False,
-) -> float:
+def estimate_evaluation(plan: Plan, on: Conditions, *, full: bool = False) -> float:
     """Seconds that a validation's pass over as much as a step has takes; what it updates, the next step need not."""
-    return plan.num_groups * evaluation_spent(plan, machine, documents, filled, calibration, full=full).seconds
+    return plan.num_groups * evaluation_spent(plan, on, full=full).seconds
 
 
-def evaluation_spent(
-    plan: Plan,
-    machine: Machine,
-    documents: Sequence[Sequence[int]] | None,
-    filled: Filled | None = None,
-    calibration: Calibration | None = None,
-    *,
-    full: bool = False,
-) -> Spent:
+def evaluation_spent(plan: Plan, on: Conditions, *, full: bool = False) -> Spent:
     """Of one group's documents."""
 
     def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
         return evaluation(plan, 1, 1, documents=documents, chunks=chunks)
 
-    return _spent(make, plan, machine, calibration, documents, filled, full)
+    return _spent(make, plan, on, full)
 
 
-def estimate_samples(
-    plan: Plan, machine: Machine, calibration: Calibration | None = None, *, new_tokens: int, full: bool = False
-) -> float:
-    """Seconds that the samples of a step take, with `new_tokens` behind each prompt: a pass over the prompts, and one
-    for each further token, as it is halfway through."""
+def estimate_samples(plan: Plan, on: Conditions, *, new_tokens: int, full: bool = False) -> float:
+    """Seconds of a step's samples: a pass over the prompts, and one for each further token, as it is halfway
+    through."""
     space = plan.problem.samples
     assert space is not None
     rows, mean = len(space.lengths), sum(space.lengths) // len(space.lengths)
-    so_far = mean - new_tokens // 2
-    first = sampling_spent(plan, machine, rows, mean - new_tokens, 0, calibration, full=full)
-    later = (so_far, 0) if space.tier == "nowhere" else (1, so_far)
-    return (
-        first.seconds + (new_tokens - 1) * sampling_spent(plan, machine, rows, *later, calibration, full=full).seconds
-    )
+    first = sampling_spent(plan, on, rows, mean - new_tokens, 0, full=full)
+    later = later_spent(plan, on, rows, mean - new_tokens // 2, full=full)
+    return first.seconds + (new_tokens - 1) * later.seconds
 
 
-def sampling_spent(
-    plan: Plan,
-    machine: Machine,
-    sequences: int,
-    new: int,
-    read: int,
-    calibration: Calibration | None = None,
-    *,
-    full: bool = False,
-) -> Spent:
+def later_spent(plan: Plan, on: Conditions, sequences: int, tokens: int, *, full: bool = False) -> Spent:
+    """Of one more token of each of so many sequences, which have `tokens` so far."""
+    space = plan.problem.samples
+    new, read = (tokens, 0) if space is not None and space.tier == "nowhere" else (1, tokens)
+    return sampling_spent(plan, on, sequences, new, read, full=full)
+
+
+def sampling_spent(plan: Plan, on: Conditions, sequences: int, new: int, read: int, *, full: bool = False) -> Spent:
     """Of `new` tokens of each of so many sequences, of which `read` have been read."""
 
     def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
@@ -137,7 +103,7 @@ def sampling_spent(
     times = -(-tokens // (window * plan.group))
     filled = [max(0, min(window, -(-tokens // times) - window * i)) for i in range(plan.problem.micro_batches)]
     documents = [list(range(0, window, max(1, new)))] * plan.problem.micro_batches
-    spent = _spent(make, plan, machine, calibration, documents, filled, full)
+    spent = _spent(make, plan, replace(on, documents=documents, filled=filled), full)
     return Spent(times * spent.seconds, {lane: times * seconds for lane, seconds in spent.busy_s.items()})
 
 
@@ -150,26 +116,17 @@ class Spent:
     """Lane -> seconds in which it had an op under way."""
 
 
-def _spent(
-    make: Callable[[Plan, Documents, Sequence[Chunk]], Pass],
-    plan: Plan,
-    machine: Machine,
-    calibration: Calibration | None,
-    documents: Documents | None,
-    filled: Filled | None,
-    full: bool,
-) -> Spent:
+def _spent(make: Callable[[Plan, Documents, Sequence[Chunk]], Pass], plan: Plan, on: Conditions, full: bool) -> Spent:
     """Of the pass forward that `make` makes of documents and chunks of one group."""
     runs: list[_Run] = []
-    small, joined = plan, plan.row_documents if documents is None else documents
     if full or num_ops(plan) <= FULL_OPS:
-        costs = Costs(plan, machine, calibration, documents, filled)
+        costs = Costs(plan, on)
     else:
         # Where all chunks' hidden states fit their slots, none crosses the link.
-        more_than = ACTIVATIONS["x"].slots
-        runs, small, joined, filled, costs = _small(plan, machine, calibration, documents, filled, more_than)
-    clocks, chunks = Clocks(machine), [c for c in small.filled_chunks(filled) if c.micro_batch < small.group]
-    clocks.run(ScheduleBuilder(small).ops(make(small, joined, chunks)), costs)
+        runs, costs = _small(plan, on, ACTIVATIONS["x"].slots)
+    small, documents, filled = costs.plan, costs.on.documents, costs.on.filled
+    clocks, chunks = Clocks(on.machine), [c for c in small.filled_chunks(filled) if c.micro_batch < small.group]
+    clocks.run(ScheduleBuilder(small).ops(make(small, documents or small.row_documents, chunks)), costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
     stands_for: dict[str, float] = {}
@@ -177,42 +134,29 @@ def _spent(
     for run in runs:
         times = 1 + run.dropped * run.period / len(run.blocks)
         stands_for |= {name: times for i in run.blocks for name in (plan.blocks[i].name, *plan.blocks[i].buffers)}
-    busy_s = dict.fromkeys(a.LANES, 0.0)
+    busy_s = dict.fromkeys(LANES, 0.0)
     for op, start, end in clocks.times:
         busy_s[op.lane] += (end - start) * stands_for.get(op.block, 1.0)
     return Spent(max(clocks.times[-1][2] + dropped_s, *busy_s.values()), {str(lane): s for lane, s in busy_s.items()})
 
 
-def _small(
-    plan: Plan,
-    machine: Machine,
-    calibration: Calibration | None,
-    documents: Sequence[Sequence[int]] | None,
-    filled: Filled | None,
-    more_than: int = 0,
-) -> tuple[list[_Run], Plan, list[list[int]], Filled | None, Costs]:
-    """The plan with a few layers of each run, groups, chunks and parts; its documents and padding, and what its ops
-    cost.
-
-    It has `more_than` so many chunks in a group if the plan has.
-    """
+def _small(plan: Plan, on: Conditions, more_than: int = 0) -> tuple[list[_Run], Costs]:
+    """What the ops cost of the plan with a few layers of each run, groups, chunks and parts, and of its batch. It has
+    `more_than` so many chunks in a group if the plan has."""
     runs = _runs(plan)
-    plan, documents, filled = _few_groups(plan, documents, filled)
+    plan, on = _few_groups(plan, on)
     shallow = _shallow(plan, [i for run in runs for i in run.blocks])
     times = -(-plan.num_group_chunks // MOST_CHUNKS)
     while times > 1 and _few_chunks(shallow, times).num_group_chunks <= more_than:
         times -= 1
-    small = _few_parts(_few_chunks(shallow, times))
-    joined, few_filled = _joined(plan, documents, filled, times)
-    merged = round(len(plan.filled_chunks(filled)) / len(small.filled_chunks(few_filled)))
-    return runs, small, joined, few_filled, Costs(small, machine, calibration, joined, few_filled, merged=merged)
+    small, joined = _few_parts(_few_chunks(shallow, times)), _joined(plan, on, times)
+    merged = round(len(plan.filled_chunks(on.filled)) / len(small.filled_chunks(joined.filled)))
+    return runs, Costs(small, joined, merged)
 
 
 def _pace(ends: Sequence[float], run: _Run) -> float:
-    """Time from one layer, or pattern, of a run to the next in forward, of the ends of those simulated.
-
-    Those at either end are hurried or held up by their other neighbours.
-    """
+    """Time from one layer, or pattern, of a run to the next in forward, of the ends of those simulated. Those at either
+    end are hurried or held up by their other neighbours."""
     return (ends[4 * run.period - 1] - ends[2 * run.period - 1]) / 2 if run.dropped else 0.0
 
 
@@ -227,16 +171,13 @@ def num_ops(plan: Plan) -> int:
 
 def _runs(plan: Plan) -> list[_Run]:
     """Blocks in order; layers in runs of equals."""
-    counts: dict[str, dict[int, int]] = {}
-    for name in ("saved_graphs", "offloaded_graphs", "saved_on_gpu", "spilled"):
-        counts[name] = defaultdict(int)
-        for block, _ in getattr(plan, name):
-            counts[name][block] += 1
+    sets = (plan.saved_graphs, plan.offloaded_graphs, plan.saved_on_gpu, plan.spilled)
+    counts = [Counter(block for block, _ in keys) for keys in sets]
     same = representatives(plan.blocks)
     kinds: list[object] = []
     for i, block in enumerate(plan.blocks):
         buffers = [replace(plan.buffers[name], name="") for name in block.buffers]
-        kinds.append((same[i], buffers, i in plan.recomputed, *(counts[name][i] for name in counts)))
+        kinds.append((same[i], buffers, i in plan.recomputed, *(count[i] for count in counts)))
     runs, start = [], 0
     while start < len(kinds):
         times, period = max((_repeats(kinds, start, n), -n) for n in range(1, MOST_PERIOD + 1))
@@ -257,27 +198,20 @@ def _repeats(kinds: Sequence[object], start: int, period: int) -> int:
     return times
 
 
-def _few_groups(
-    plan: Plan, documents: Sequence[Sequence[int]] | None, filled: Filled | None
-) -> tuple[Plan, Sequence[Sequence[int]] | None, Filled | None]:
-    """The plan with its first two groups and its last one, and the documents and the padding of these."""
+def _few_groups(plan: Plan, on: Conditions) -> tuple[Plan, Conditions]:
+    """The plan with its first two groups and its last one, and the batch of these."""
     if plan.num_groups <= MOST_GROUPS:
-        return plan, documents, filled
+        return plan, on
     p, group = plan.problem, plan.group
     members = [*range(2 * group), *range((plan.num_groups - 1) * group, p.micro_batches)]
     problem = replace(p, micro_batches=len(members))
     chunks = cut_chunks(len(members), p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
-    few = replace(plan, problem=problem, chunks=chunks)
-    return (
-        few,
-        None if documents is None else [documents[i] for i in members],
-        None if filled is None else [filled[i] if i < len(filled) else 0 for i in members],
-    )
+    documents = None if on.documents is None else [on.documents[i] for i in members]
+    filled = None if on.filled is None else [on.filled[i] if i < len(on.filled) else 0 for i in members]
+    return replace(plan, problem=problem, chunks=chunks), replace(on, documents=documents, filled=filled)
 
 
 def _few_parts(plan: Plan) -> Plan:
-    """The plan with few, large parts."""
-
     def merged(buffer: BufferPlan) -> BufferPlan:
         times = -(-buffer.num_parts // MOST_PARTS)
         return replace(buffer, part_numel=buffer.part_numel * times)
@@ -293,23 +227,18 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
     within, batches = _group(plan, times)
     problem = replace(p, rows=p.rows * batches, micro_batches=-(-p.micro_batches // batches))
     chunks: list[Chunk] = []
+    of: dict[int, int] = {}
+    """Chunk of the plan -> the one that it is part of."""
     for batch in range(0, p.micro_batches, batches):
         members = [c for c in plan.chunks if batch <= c.micro_batch < batch + batches]
         width = within * batches
         for local, first in enumerate(range(0, len(members), width)):
             group = members[first : first + width]
             shift = [(c.micro_batch - batch) * plan.window_tokens for c in (group[0], group[-1])]
-            chunks.append(
-                Chunk(
-                    index=len(chunks),
-                    micro_batch=batch // batches,
-                    local=local,
-                    start=group[0].start + shift[0],
-                    end=group[-1].end + shift[1],
-                )
-            )
-    of = {c.index: _index_of(chunks, c, plan, batches) for c in plan.group_chunks}
-    sizes = Counter(of.values())
+            of |= dict.fromkeys((c.index for c in group), len(chunks))
+            start, end = group[0].start + shift[0], group[-1].end + shift[1]
+            chunks.append(Chunk(index=len(chunks), micro_batch=batch // batches, local=local, start=start, end=end))
+    sizes = Counter(of[c.index] for c in plan.group_chunks)
 
     def shared(keys: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
         """As many of the joined chunks of each block as come to the same share of its tokens, evenly spread."""
@@ -348,23 +277,11 @@ def _group(plan: Plan, times: int) -> tuple[int, int]:
     return within, batches
 
 
-def _index_of(chunks: list[Chunk], chunk: Chunk, plan: Plan, batches: int) -> int:
-    """Which of the joined `chunks` holds `chunk`."""
-    start = chunk.start + chunk.micro_batch % batches * plan.window_tokens
-    batch = chunk.micro_batch // batches
-    return next(c.index for c in chunks if c.micro_batch == batch and c.start <= start < c.end)
-
-
-def _joined(
-    plan: Plan, documents: Sequence[Sequence[int]] | None, filled: Filled | None, times: int
-) -> tuple[list[list[int]], Filled | None]:
-    """Per micro-batch of `_few_chunks` the starts of its documents, and its tokens before the padding.
-
-    What is in front of the padding of those that become one is laid end to end.
-    """
-    starts = plan.row_documents if documents is None else documents
+def _joined(plan: Plan, on: Conditions, times: int) -> Conditions:
+    """The batch of `_few_chunks`: of micro-batches that become one, what precedes the padding is laid end to end."""
+    starts = plan.row_documents if on.documents is None else on.documents
     _, batches = _group(plan, times)
-    ends = [plan.window_tokens if end is None else end for end in filled or [None] * plan.problem.micro_batches]
+    ends = [plan.window_tokens if end is None else end for end in on.filled or [None] * plan.problem.micro_batches]
     joined: list[list[int]] = []
     totals: list[int | None] = []
     for first in range(0, plan.problem.micro_batches, batches):
@@ -374,7 +291,7 @@ def _joined(
             total += end
         joined.append(result or [0])
         totals.append(total)
-    return joined, None if filled is None else totals
+    return replace(on, documents=joined, filled=None if on.filled is None else totals)
 
 
 def _shallow(plan: Plan, blocks: list[int]) -> Plan:
@@ -413,9 +330,8 @@ def _extended(plan: Plan, runs: list[_Run], small: Plan, result: Simulation) -> 
     number = {index: k for k, members in enumerate(groups) for index in members}
     computed = [s for s in result.spans if s.lane == "compute" and s.chunk in number and s.op != a.UPDATE_ON_GPU.name]
     group_ends = [max(s.end_s for s in computed if number[s.chunk] == k) for k in range(len(groups))]
-    turns = [
-        min(s.start_s for s in computed if number[s.chunk] == k and s.op == a.HEAD.name) for k in range(len(groups))
-    ]
+    heads = [s for s in computed if s.op == a.HEAD.name]
+    turns = [min(s.start_s for s in heads if number[s.chunk] == k) for k in range(len(groups))]
     ends: dict[tuple[int, str, bool], float] = {}
     for span in computed:
         k = number[span.chunk]
@@ -433,10 +349,9 @@ def _extended(plan: Plan, runs: list[_Run], small: Plan, result: Simulation) -> 
     """Groups that are like the second one and are not simulated."""
     if more:
         step_s += more * (group_ends[1] - group_ends[0])
-        for (k, _, lane), seconds in work.items():
-            busy[lane] += more * seconds * (k == 1)
-        for (k, _, lane), nbytes in moved.items():
-            total[lane] += more * nbytes * (k == 1)
+        for of_second in [key for key in work if key[0] == 1]:
+            busy[of_second[2]] += more * work[of_second]
+            total[of_second[2]] += more * moved[of_second]
     for run, k in itertools.product([run for run in runs if run.dropped], range(len(groups))):
         times = run.dropped * (1 + more * (k == 1))
         names = [plan.blocks[i].name for i in run.blocks]

@@ -23,15 +23,12 @@ from penstock.engine.plan.plan import Filled, Plan
 from penstock.storage.tier.layout import ParamSpec
 
 BACKWARD = 2
-"""A backward pass costs this many forward passes: gradients of the inputs and of the weights, as far as these are
-trained."""
+"""Forward passes that a backward pass costs: gradients of the inputs and of the weights, where these are trained."""
 
 
 def matmul_flops(spec: ModelSpec) -> int:
-    """Forward FLOPs of all matrix products for one token.
-
-    Experts, parameters of three dimensions whose first is their number, count as often as a token is routed to one.
-    """
+    """Forward FLOPs of all matrix products for one token. Experts, parameters of three dimensions whose first is their
+    number, count as often as a token is routed to one."""
     return sum(block_matmul(spec, block) for block in spec.blocks[1:])
 
 
@@ -109,11 +106,10 @@ class StepFlops:
 def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int], filled: Filled | None = None) -> StepFlops:
     """FLOPs that a step of `plan` carries out over documents of these lengths in tokens.
 
-    The layers compute padding too, where it is not at the end of a micro-batch, of which `filled` tokens come before
-    it. Backward computes a layer's matrix products again except the one whose output
-    nobody reads (ModelSpec.unread), and none where the plan saves the chunk's graph (Plan.saved_graphs). Queries, keys
-    and values are computed once more where the layer saved its input only (Plan.recomputed), attention with them, and
-    where keys and values are streamed.
+    The layers compute padding too, but for that behind a micro-batch's `filled` tokens. Backward computes a layer's
+    matrix products again, except the one whose output nobody reads (ModelSpec.unread), and none where the chunk's graph
+    is saved. Queries, keys and values are computed once more, and attention with them, where only the input is saved,
+    and where they are streamed.
     """
     lengths = list(lengths)
     tokens = {chunk.index: chunk.end - chunk.start for chunk in plan.filled_chunks(filled)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.engine.forecast.choices import frugal_choices
@@ -21,8 +21,7 @@ from penstock.storage.files.units import whole_kib
 KIB = 1024
 """Budgets of "least" are whole KiB, and so is what a refusal asks for."""
 GRAPHS_MARGIN = 8
-"""A budget of "least" has room for graphs that are larger by one part in so many, where all have to be saved: until
-calibration has measured them, their sizes are estimates. Nothing else that a plan needs at least is measured."""
+"""Where all graphs are saved, "least" has room for ones larger by one part in so many: their sizes are estimates."""
 
 ProblemAt = Callable[[int], PlanInput]
 """Tokens of a chunk -> the problem with chunks of that length."""
@@ -35,16 +34,6 @@ class NoPlanError(BudgetError):
     def __init__(self, error: BudgetError, chunk_tokens: int, choice: PlanOptions) -> None:
         super().__init__(str(error), tier=error.tier, need_bytes=error.need_bytes, budget_bytes=error.budget_bytes)
         self.chunk_tokens, self.choice = chunk_tokens, choice
-
-
-@dataclass(frozen=True, slots=True)
-class Least:
-    """The smallest budget of a tier with which a plan fits."""
-
-    need_bytes: int
-    """What that plan takes, in whole KiB."""
-    margin_bytes: int
-    """What calibration may add."""
 
 
 def frugal(problem: PlanInput) -> Plan | list[NoPlanError]:
@@ -93,21 +82,14 @@ def need(problem: PlanInput, choice: PlanOptions, tier: str) -> int | None:
             size = whole_kib(error.need_bytes)
 
 
-def least(problem_at: ProblemAt, chunks: Sequence[int], tier: MemoryTier) -> Least:
-    """The smallest budget of a tier with which a plan fits, all else as it is.
-
-    Raises NoPlanError where none fits within the budget that the problem has.
-    """
-
-    def larger(chunk: int) -> PlanInput:
-        return _with_margin(problem_at(chunk))
-
-    size = _smallest(problem_at, chunks, tier)
-    if problem_at(chunks[0]).activation_checkpointing != "none":
-        return Least(size, 0)
-    with suppress(NoPlanError):
-        return Least(size, _smallest(larger, chunks, tier) - size)
-    return Least(size, 0)
+def least(problem_at: ProblemAt, chunks: Sequence[int], tier: MemoryTier) -> tuple[int, int]:
+    """The smallest budget of a tier with which a plan fits, all else as it is, in whole KiB; what calibration may add.
+    Raises NoPlanError where none fits within the budget that the problem has."""
+    size, margin = _smallest(problem_at, chunks, tier), 0
+    if problem_at(chunks[0]).activation_checkpointing == "none":
+        with suppress(NoPlanError):
+            margin = _smallest(lambda chunk: _with_margin(problem_at(chunk)), chunks, tier) - size
+    return size, margin
 
 
 def _with_margin(problem: PlanInput) -> PlanInput:

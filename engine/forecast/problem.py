@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.engine.attention import workspace
 from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.forecast.costs import representatives
 from penstock.engine.forecast.flops import block_matmul, projection_matmul, trained_matmul, unread_matmul
 from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key
-from penstock.engine.plan.problem import (
-    BYTES_PER_TOKEN,
-    CUBLAS_WORKSPACE_BYTES,
-    FP32,
-    INPUTS_CACHE_BYTES,
-    BlockShape,
-)
+from penstock.engine.plan.problem import BYTES_PER_TOKEN, CUBLAS_WORKSPACE_BYTES, FP32, INPUTS_CACHE_BYTES, BlockShape
 
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
@@ -47,8 +42,7 @@ def learned(blocks: tuple[BlockShape, ...], graph_bytes: Mapping[str, int]) -> t
 
 
 def most_prompt_tokens(samples: SamplesConfig) -> tuple[int, ...]:
-    """About the most tokens that the prompts can have, before there is a tokenizer: one a byte, and what goes around
-    them."""
+    """About the most tokens that prompts can have, before there is a tokenizer: one a byte, and what goes around."""
     around = TEMPLATE_TOKENS if samples.chat else 1
     return tuple(len(prompt.encode()) + around for prompt in samples.prompts)
 
@@ -64,58 +58,53 @@ def retained_generations(recipe: Recipe) -> int:
 
 def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tuple[BlockShape, ...]:
     """The blocks as the planner sees them, computing in `dtype`; what is to be trained has spec.graph_bytes of that.
-
-    `compiled`: layers are, and so are their graphs where it is known what these take.
-    """
+    `compiled`: layers are, and so are their graphs where it is known what these take."""
     shapes, item = [], DTYPE_BYTES[dtype]
     eager = spec.graph_bytes.get(dtype, (None,) * len(spec.attention))
     graphs = spec.graph_bytes.get(graph_key(dtype, compiled), eager)
     numbers = {block.name: i for i, block in enumerate(spec.blocks)}
     for i, block in enumerate(spec.blocks):
         matmul = block_matmul(spec, block) if block.inputs else 0  # what begins with tokens looks them up
-        plain = BlockShape(
-            name=block.name,
-            kind=block.kind,
-            buffers=block.buffers,
-            inputs=tuple(numbers[name] for name in block.inputs),
-            saved_inputs=("x",) if block.layer is not None else ("sent",) if block.branch_of is not None else (),
-            backward=i >= spec.lowest_trained,
-            matmul_flops_per_token=matmul,
-            frozen_flops_per_token=matmul and matmul - trained_matmul(spec, block),
-        )
-        of = block.layer if block.branch_of is None else block.branch_of
-        if of is not None and spec.branches and spec.branches[of] is not None:
-            plain = replace(plain, sent_bytes_per_token=sum(each.nbytes(item) for each in spec.sent))
-        if block.branch_of is not None:
-            plain = replace(plain, input_kinds=("x", "sent"))
-        layer, shape = block.layer, None
+        layer, branch = block.layer, block.branch_of
+        of, shape = layer if branch is None else branch, None
+        sends = of is not None and spec.branches and spec.branches[of] is not None
+        figures: dict[str, Any] = {}
         if layer is not None:
             shape = spec.attention[layer]
-            plain = replace(
-                plain,
+            figures = {
                 # A branch is not part of a graph that is saved.
-                graph_bytes_per_token=None if spec.branches else graphs[layer],
+                "graph_bytes_per_token": None if spec.branches else graphs[layer],
                 # What is saved of a layer that runs eagerly is what its operations hand on to one another.
-                elementwise_bytes_per_token=eager[layer] or 0,
-                unread_flops_per_token=unread_matmul(spec, block, spec.unread[layer]),
-                summed_numel=summed_numel(spec, block, spec.summed[layer]),
-            )
-        if shape is None:
-            shapes.append(plain)
-            continue
-        kv = shape.kv_heads * (shape.qk_dim + shape.v_dim)
+                "elementwise_bytes_per_token": eager[layer] or 0,
+                "unread_flops_per_token": unread_matmul(spec, block, spec.unread[layer]),
+                "summed_numel": summed_numel(spec, block, spec.summed[layer]),
+            }
+        if shape is not None:
+            kv, out = shape.kv_heads * (shape.qk_dim + shape.v_dim), shape.heads * shape.v_dim
+            figures |= {
+                "out_bytes_per_token": out * item,
+                "lse_bytes_per_token": shape.heads * FP32,
+                "kv_bytes_per_token": kv * item,
+                "kv_numel_per_token": kv,
+                "q_numel_per_token": shape.heads * shape.qk_dim,
+                "out_numel_per_token": out,
+                "sliding_window": shape.window,
+                "span_tokens": shape.chunk,
+                "projection_flops_per_token": projection_matmul(spec, shape),
+            }
         shapes.append(
-            replace(
-                plain,
-                out_bytes_per_token=shape.heads * shape.v_dim * item,
-                lse_bytes_per_token=shape.heads * FP32,
-                kv_bytes_per_token=kv * item,
-                kv_numel_per_token=kv,
-                q_numel_per_token=shape.heads * shape.qk_dim,
-                out_numel_per_token=shape.heads * shape.v_dim,
-                sliding_window=shape.window,
-                span_tokens=shape.chunk,
-                projection_flops_per_token=projection_matmul(spec, shape),
+            BlockShape(
+                name=block.name,
+                kind=block.kind,
+                buffers=block.buffers,
+                inputs=tuple(numbers[name] for name in block.inputs),
+                input_kinds=("x",) if branch is None else ("x", "sent"),
+                saved_inputs=("x",) if layer is not None else ("sent",) if branch is not None else (),
+                sent_bytes_per_token=sum(each.nbytes(item) for each in spec.sent) if sends else 0,
+                backward=i >= spec.lowest_trained,
+                matmul_flops_per_token=matmul,
+                frozen_flops_per_token=matmul and matmul - trained_matmul(spec, block),
+                **figures,
             )
         )
     return tuple(shapes)
@@ -129,32 +118,23 @@ def summed_numel(spec: ModelSpec, block: BlockSpec, names: Sequence[str]) -> int
 
 def attention_workspace(spec: ModelSpec, tokens: int, stream_tokens: int, *, deterministic: bool) -> int:
     """Most that the kernels for a layer's attention take on a GPU, for chunks of a stream of `stream_tokens`."""
-    return max(
-        (
-            workspace.workspace_bytes(
-                heads=shape.heads,
-                kv_heads=shape.kv_heads,
-                qk_dim=shape.qk_dim,
-                v_dim=shape.v_dim,
-                chunk=tokens,
-                total=stream_tokens,
-                deterministic=deterministic,
-            )
-            for shape in spec.attention
-            if shape is not None
-        ),
-        default=0,
+    rest: dict[str, Any] = {"chunk": tokens, "total": stream_tokens, "deterministic": deterministic}
+    sizes = (
+        workspace.workspace_bytes(heads=s.heads, kv_heads=s.kv_heads, qk_dim=s.qk_dim, v_dim=s.v_dim, **rest)
+        for s in spec.attention
+        if s is not None
     )
+    return max(sizes, default=0)
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_bytes: int) -> int:
     """Estimate of the temporaries of the largest compute op.
 
-    A layer's backward holds the output of every projection, twice for the elementwise work between them, eight
-    hidden states, and the gradients of its trained parameters before they are summed: of those that products sum the
-    inputs of the products instead, and one gradient where the device has no kernel for it. Experts count for the tokens
-    routed to them. A forward that no backward follows holds half. The head holds its logits in the compute dtype,
-    replaced by their gradient, and some rows in float32.
+    A layer's backward holds the output of every projection, twice for the elementwise work between them, eight hidden
+    states, and the gradients of its trained parameters; of those that products sum the products' inputs instead, and
+    one gradient where the device has no kernel for it. Experts count for the tokens routed to them. A forward without a
+    backward holds half. The head holds its logits in the compute dtype, replaced by their gradient, and some rows in
+    float32.
     """
     worst = 0
     for block in spec.blocks:
@@ -191,8 +171,7 @@ def temporaries_bytes(
     logits_bytes: int | None = None,
     deterministic: bool = False,
 ) -> int:
-    """What the largest compute op takes beside its slots on chunks of `tokens` tokens of a stream of `stream_tokens`,
-    and on a GPU what a pass over `step_tokens` takes beside all ops."""
+    """What the largest compute op takes beside its slots, and on a GPU what a pass takes beside all ops."""
     result = workspace_bytes(spec, tokens, compute_bytes, logits_bytes or LOGITS_BYTES[device_type])
     result += adapter_workspace(spec, compute_bytes)
     if device_type == "cuda":

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from penstock.engine.forecast.extrapolate import evaluation_spent, sampling_spent
+from penstock.engine.forecast.costs import Conditions
+from penstock.engine.forecast.extrapolate import evaluation_spent, later_spent, sampling_spent
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
     DTYPE_BYTES,
@@ -26,8 +27,7 @@ from penstock.storage.files.units import bytes_text, least_text, seconds_text, s
 CHUNKS = (4096, 2048, 1024, 256, 64, 16)
 """Tokens that may pass through a layer at once."""
 ACTIVATIONS_SHARE = 4
-"""Activations of a chunk take one part in so many of the GPU's budget at most, or half more than those of the shortest
-chunk: most of it is left to weights."""
+"""A chunk's activations take one part in so many of the GPU's budget, or half more than the shortest chunk's."""
 _WAITS_FOR = {"nvme_read": "disk", "h2d": "link", "d2h": "link"}
 _WORDS = {"disk": "reading weights from disk", "link": "the link from RAM to the GPU", "compute": "computing"}
 
@@ -175,17 +175,14 @@ class Query:
         assumed: bool,
     ) -> Estimate:
         """Of `sequences` prompts of `prompt_tokens` each that get `new_tokens` more, or are scored, where that is 0.
-
-        `stored`: bytes of each buffer on disk. `filled`: what stays in memory is there already.
-        """
+        `stored`: bytes of each buffer on disk. `filled`: what stays in memory is there already."""
         if new_tokens:
-            middle = prompt_tokens + new_tokens // 2
-            first = sampling_spent(plan, machine, sequences, prompt_tokens, 0)
-            rereads = sample_tier(plan) == "nowhere"
-            later = sampling_spent(plan, machine, sequences, *((middle, 0) if rereads else (1, middle)))
+            first = sampling_spent(plan, Conditions(machine), sequences, prompt_tokens, 0)
+            later = later_spent(plan, Conditions(machine), sequences, prompt_tokens + new_tokens // 2)
         else:
             documents = list(range(0, plan.window_tokens, max(1, prompt_tokens)))
-            first = later = evaluation_spent(plan, machine, [documents] * plan.problem.micro_batches)
+            on = Conditions(machine, documents=[documents] * plan.problem.micro_batches)
+            first = later = evaluation_spent(plan, on)
         loading = [buffer.name for buffer in plan.buffers.values() if buffer.weights != "nvme"]
         load_s = 0.0 if filled else sum(stored[name] for name in loading) / machine.nvme_read_bytes_per_s
         lane = max(later.busy_s, key=later.busy_s.__getitem__)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.extrapolate import estimate, estimate_evaluation, estimate_samples, num_ops
 from penstock.engine.forecast.flops import active_params, executed_flops, model_flops
 from penstock.engine.forecast.request import PlanRequest
@@ -14,10 +14,10 @@ from penstock.engine.forecast.search import SearchResult, promised_s
 from penstock.engine.forecast.simulate import Simulation
 from penstock.engine.machine.peaks import hfu, mfu, peak_flops
 from penstock.engine.machine.profile import Machine
-from penstock.engine.plan.plan import Filled, Plan
+from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import frozen_bytes, generation_bytes
 from penstock.engine.plan.problem import FP32, PlanOptions
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.action import LANES
 from penstock.storage.files.errors import BudgetError
 from penstock.storage.tier.chunk import ChunkFormat
 
@@ -37,23 +37,19 @@ def forecast(
     batch: Sequence[MicroBatch] | None = None,
     simulation: Simulation | None = None,
 ) -> dict[str, Any]:
-    """The forecast of the best plan found.
-
-    `batch`: a typical step's; None: every row is one document. `simulation`: what `predict` gave for it.
-    """
+    """The forecast of the best plan found. `batch`: a typical step's; None: every row is one document. `simulation`:
+    what `predict` gave for it."""
     plan = result.plan
-    documents = None if batch is None else [m.documents for m in batch]
-    filled = None if batch is None else [m.filled for m in batch]
-    if simulation is None and calibration is None and documents is None and num_ops(plan) > WHOLE_OPS:
-        simulation = result.best.simulation
-    elif simulation is None:
-        simulation = predict(plan, machine, calibration, documents, filled)
-    validation_s = validation_seconds(task, machine, plan, calibration, documents, filled)
-    samples_s = samples_seconds(task, machine, plan, calibration)
+    on = Conditions(machine, calibration)
+    if batch is not None:
+        on = replace(on, documents=[m.documents for m in batch], filled=[m.filled for m in batch])
+    if simulation is None:
+        as_searched = calibration is None and batch is None and num_ops(plan) > WHOLE_OPS
+        simulation = result.best.simulation if as_searched else predict(plan, on)
     lengths = [n for m in batch for n in m.lengths] if batch is not None else rows(task)
     step_s = promised_s(simulation.step_s)
     tokens = sum(m.num_targets for m in batch) if batch is not None else sum(lengths)
-    wanted, done = model_flops(task.spec, lengths), executed_flops(task.spec, plan, lengths, filled).total
+    wanted, done = model_flops(task.spec, lengths), executed_flops(task.spec, plan, lengths, on.filled).total
     peak = None if machine.gpu is None else peak_flops(machine.gpu)
     return plan.to_json() | {
         "fits": True,
@@ -75,46 +71,24 @@ def forecast(
         "executed_flops": done,
         "mfu": mfu(wanted, step_s, peak),
         "hfu": hfu(done, step_s, peak),
-        "run": whole_run(task, machine, plan, simulation, validation_s, samples_s),
+        "run": _whole_run(task, plan, on, simulation),
         "reasons": reasons(result),
         "calibrated": calibration is not None,
     }
 
 
-def predict(
-    plan: Plan,
-    machine: Machine,
-    calibration: Calibration | None = None,
-    documents: Sequence[Sequence[int]] | None = None,
-    filled: Filled | None = None,
-) -> Simulation:
+def predict(plan: Plan, on: Conditions) -> Simulation:
     """The step that the forecast promises."""
-    return estimate(plan, machine, calibration, documents, filled, full=num_ops(plan) <= WHOLE_OPS)
+    return estimate(plan, on, full=num_ops(plan) <= WHOLE_OPS)
 
 
-def validation_seconds(
-    task: PlanRequest,
-    machine: Machine,
-    plan: Plan,
-    calibration: Calibration | None = None,
-    documents: Sequence[Sequence[int]] | None = None,
-    filled: Filled | None = None,
-) -> float:
+def _validation_s(task: PlanRequest, plan: Plan, on: Conditions) -> float:
     """Seconds that a validation adds to the run; 0 where the recipe asks for none."""
     train = task.recipe.train
     if train.validate_every is None:
         return 0.0
     passes = -(-(train.validation_sequences or train.global_batch_size) // train.global_batch_size)
-    seconds = estimate_evaluation(plan, machine, calibration, documents, filled, full=num_ops(plan) <= WHOLE_OPS)
-    return passes * seconds
-
-
-def samples_seconds(task: PlanRequest, machine: Machine, plan: Plan, calibration: Calibration | None = None) -> float:
-    """Seconds that the samples of a step add to the run; 0 where the recipe asks for none."""
-    if plan.problem.samples is None:
-        return 0.0
-    full = num_ops(plan) <= WHOLE_OPS
-    return estimate_samples(plan, machine, calibration, new_tokens=task.recipe.samples.tokens, full=full)
+    return passes * estimate_evaluation(plan, on, full=num_ops(plan) <= WHOLE_OPS)
 
 
 def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str, Any]:
@@ -128,9 +102,7 @@ def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str
             "message": str(error),
             "changes": [],
         },
-        "tiers": {
-            str(error.tier): {"budget_bytes": error.budget_bytes, "peak_bytes": error.need_bytes, "parts": {}},
-        },
+        "tiers": {str(error.tier): {"budget_bytes": error.budget_bytes, "peak_bytes": error.need_bytes, "parts": {}}},
     }
 
 
@@ -171,28 +143,19 @@ def _frozen_json(task: PlanRequest, plan: Plan) -> dict[str, Any]:
     return {"frozen": {"params": params, "param_bytes": p.compute_bytes, "trained_param_bytes": trained}}
 
 
-def whole_run(
-    task: PlanRequest,
-    machine: Machine,
-    plan: Plan,
-    simulation: Simulation,
-    validation_s: float = 0.0,
-    samples_s: float = 0.0,
-) -> dict[str, Any]:
-    """Seconds of all steps with their commits, validations and samples, and what is written to each drive by the end.
-
-    A commit writes through the state that is not on NVMe; the drive works on it while the next step computes, so that
-    it costs time only as far as that step leaves the drive none. The first generation is written before the first step.
-    """
+def _whole_run(task: PlanRequest, plan: Plan, on: Conditions, simulation: Simulation) -> dict[str, Any]:
+    """Seconds of all steps with their commits, validations and samples, and what is written to each drive by the end. A
+    commit writes through the state that is not on NVMe; the drive works on it while the next step computes, so that it
+    costs time only as far as that step leaves the drive none. The first generation is written before the first step."""
+    machine, kinds = on.machine, len(plan.problem.state_kinds)
     steps, every = task.recipe.train.steps, task.recipe.storage.checkpoint_every
-    kinds = len(plan.problem.state_kinds)
     resident = [buffer for buffer in plan.buffers.values() if buffer.state in ("gpu", "ram")]
-    through = sum(buffer.num_parts * _state_files(buffer.part_numel, kinds) for buffer in resident)
+    through = kinds * sum(b.num_parts * ChunkFormat(b.part_numel * FP32).file_bytes for b in resident)
     whole = generation_bytes(plan.problem) + frozen_bytes(plan.problem)
     commits = -(-steps // every)
     validations = 0 if task.recipe.train.validate_every is None else -(-steps // task.recipe.train.validate_every)
-    samples = _samples(task, samples_s)
-    between_s = validations * validation_s + (samples["times"] * samples_s if samples else 0.0)
+    validation_s, samples = _validation_s(task, plan, on), _samples(task, plan, on)
+    between_s = validations * validation_s + (samples["times"] * samples["seconds"] if samples else 0.0)
     idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])
     held_up_s = max(0.0, through / machine.nvme_write_bytes_per_s - idle_s)
     per_step = simulation.bytes["nvme_write"]
@@ -222,23 +185,16 @@ def whole_run(
     }
 
 
-def _samples(task: PlanRequest, seconds: float) -> dict[str, Any] | None:
+def _samples(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any] | None:
     """What samples are written, how often, and how long they take each time; None where the recipe asks for none."""
     config = task.recipe.samples
     if config.every is None:
         return None
+    full = num_ops(plan) <= WHOLE_OPS
+    seconds = estimate_samples(plan, on, new_tokens=config.tokens, full=full) if plan.problem.samples else 0.0
     times = -(-task.recipe.train.steps // config.every)
-    return {
-        "every": config.every,
-        "prompts": len(config.prompts),
-        "tokens": config.tokens,
-        "times": times,
-        "seconds": seconds,
-    }
-
-
-def _state_files(part_numel: int, kinds: int) -> int:
-    return kinds * ChunkFormat(part_numel * FP32).file_bytes
+    asked = {"every": config.every, "prompts": len(config.prompts), "tokens": config.tokens}
+    return asked | {"times": times, "seconds": seconds}
 
 
 _WORDS: dict[str, dict[Any, str]] = {
@@ -278,14 +234,16 @@ def _group(micro_batches: int) -> str:
 
 def reasons(result: SearchResult) -> dict[str, str]:
     """Choice -> why it was made: what the best of each alternative would have come to."""
-    texts = {"chunk_tokens": _reason(result, lambda chunk, choice: chunk, "{:,} tokens".format)}
-    for name, words in _WORDS.items():
-        texts[name] = _reason(result, lambda chunk, choice, name=name: getattr(choice, name), words.__getitem__)  # type: ignore[misc]
-    texts["group"] = _reason(result, lambda chunk, choice: choice.group, _group)
+    words = {name: of.__getitem__ for name, of in _WORDS.items()}
+    named: dict[str, Callable[[Any], str]] = {"chunk_tokens": "{:,} tokens".format, **words, "group": _group}
+    texts = {name: _reason(result, name, word) for name, word in named.items()}
     return {name: text for name, text in texts.items() if text}
 
 
-def _reason(result: SearchResult, value_of: Callable[[int, PlanOptions], Any], word: Callable[[Any], str]) -> str:
+def _reason(result: SearchResult, name: str, word: Callable[[Any], str]) -> str:
+    def value_of(chunk_tokens: int, choice: PlanOptions) -> Any:
+        return chunk_tokens if name == "chunk_tokens" else getattr(choice, name)
+
     best: dict[Any, float] = {}
     for c in result.tried:
         value = value_of(c.chunk_tokens, c.choice)
@@ -299,10 +257,8 @@ def _reason(result: SearchResult, value_of: Callable[[int, PlanOptions], Any], w
 
 
 def compute_bound_tokens(task: PlanRequest, machine: Machine, result: SearchResult) -> int | None:
-    """Tokens per step from which computing takes longest; None where more sequences change nothing about it.
-
-    Tried by doubling or halving the sequences of a step with the same choices.
-    """
+    """Tokens per step from which computing takes longest; None where more sequences change nothing about it. Tried by
+    doubling or halving the sequences of a step with the same choices."""
     train, choice = task.recipe.train, result.best.choice
     per_row = task.recipe.data.sequence_length
 
@@ -312,7 +268,7 @@ def compute_bound_tokens(task: PlanRequest, machine: Machine, result: SearchResu
             plan = replace(task, recipe=replace(task.recipe, train=changed)).plan(choice)
         except BudgetError:
             return None
-        return estimate(plan, machine).bound_by == "compute"
+        return estimate(plan, Conditions(machine)).bound_by == "compute"
 
     sequences, micro = train.global_batch_size, train.micro_batch_size
     if bound(sequences):
@@ -323,7 +279,7 @@ def compute_bound_tokens(task: PlanRequest, machine: Machine, result: SearchResu
         sequences *= 2
         answer = bound(sequences)
         if answer is None:
-            return None
+            break
         if answer:
             return sequences * per_row
     return None

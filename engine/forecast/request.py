@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.engine.config import PART_STEP, Recipe, parse_bytes
 from penstock.engine.forecast.choices import chunk_options
-from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.least import MemoryTier, NoPlanError, helps, least, why_not
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
@@ -165,23 +165,11 @@ class PlanRequest:
         before: SearchResult | None = None,
         rough: bool = False,
     ) -> SearchResult:
-        """engine.forecast.search.search of this model, recipe and budgets.
-
-        Raises BudgetError where no plan fits: how much would do, and what of the recipe to lower instead.
-        """
+        """engine.forecast.search.search of this model, recipe and budgets. Raises BudgetError where no plan fits: how
+        much would do, and what of the recipe to lower instead."""
         try:
-            return search(
-                self.problem,
-                self.chunks,
-                machine,
-                calibration,
-                documents,
-                filled,
-                known=known,
-                only=only,
-                before=before,
-                rough=rough,
-            )
+            on = Conditions(machine, calibration, documents, filled)
+            return search(self.problem, self.chunks, on, known=known, only=only, before=before, rough=rough)
         except NoPlanError as error:
             raise self._explained(error) from None
 
@@ -193,13 +181,13 @@ class PlanRequest:
             if tier not in self.budgets.least:
                 continue
             try:
-                result = least(task.problem, task.chunks, tier)
+                need_bytes, margin_bytes = least(task.problem, task.chunks, tier)
             except NoPlanError as error:
                 raise task._explained(error) from None
             why = "the least that a plan needs"
-            if result.margin_bytes:
-                why += f", and {bytes_text(result.margin_bytes)} for saved graphs, whose sizes are not measured yet"
-            task = replace(task, budgets=task.budgets.with_size(tier, result.need_bytes + result.margin_bytes, why))
+            if margin_bytes:
+                why += f", and {bytes_text(margin_bytes)} for saved graphs, whose sizes are not measured yet"
+            task = replace(task, budgets=task.budgets.with_size(tier, need_bytes + margin_bytes, why))
         return task
 
     def changed(self, values: Mapping[str, Any]) -> PlanRequest:
@@ -226,12 +214,8 @@ class PlanRequest:
             if helps(task.problem, task.chunks, error):
                 result.setdefault(verb, []).append(name if verb == "lower" else f"{name}={str(value).lower()}")
         ways = [f"{verb} {' or '.join(filter(None, (', '.join(n[:-1]), n[-1])))}" for verb, n in result.items()]
-        return BudgetError(
-            ", or ".join([str(error), *ways]),
-            tier=error.tier,
-            need_bytes=error.need_bytes,
-            budget_bytes=error.budget_bytes,
-        )
+        message = ", or ".join([str(error), *ways])
+        return BudgetError(message, tier=error.tier, need_bytes=error.need_bytes, budget_bytes=error.budget_bytes)
 
     def _instead(self, error: NoPlanError) -> Iterator[tuple[str, str, Any]]:
         """(lower or set, field, value) of what may need less; where a field has a number, half of it."""

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.engine.forecast.choices import dimensions, options
-from penstock.engine.forecast.costs import Calibration
+from penstock.engine.forecast.costs import Conditions
 from penstock.engine.forecast.extrapolate import estimate, num_ops
 from penstock.engine.forecast.least import NoPlanError, ProblemAt, frugal, least_lacking
 from penstock.engine.forecast.simulate import Simulation
-from penstock.engine.machine.profile import Machine
-from penstock.engine.plan.plan import Filled, Plan
+from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import OffloadedGraphs, PlanInput, PlanOptions
 from penstock.storage.files.errors import BudgetError
@@ -87,10 +86,7 @@ def _ahead(one: Candidate, other: Candidate) -> bool:
 @dataclass(slots=True)
 class _Search:
     problem_at: ProblemAt
-    machine: Machine
-    calibration: Calibration | None
-    documents: Sequence[Sequence[int]] | None
-    filled: Filled | None
+    on: Conditions
     rough: bool
     tried: list[Candidate] = field(default_factory=list)
     refused: list[tuple[int, PlanOptions, BudgetError]] = field(default_factory=list)
@@ -122,8 +118,7 @@ class _Search:
         """Simulate a plan, unless one that runs the same schedule has been."""
         key = decisions(plan)
         if key not in self.simulated:
-            result = estimate(plan, self.machine, self.calibration, self.documents, self.filled, settled=not self.rough)
-            self.simulated[key] = result
+            self.simulated[key] = estimate(plan, self.on, settled=not self.rough)
         self.tried.append(candidate := Candidate(chunk, plan.choice, plan, self.simulated[key]))
         return candidate
 
@@ -215,25 +210,21 @@ def decisions(plan: Plan) -> tuple[Any, ...]:
 def search(
     problem_at: ProblemAt,
     chunks: Sequence[int],
-    machine: Machine,
-    calibration: Calibration | None = None,
-    documents: Sequence[Sequence[int]] | None = None,
-    filled: Filled | None = None,
+    on: Conditions,
     *,
     known: tuple[int, PlanOptions] | None = None,
     only: tuple[int, PlanOptions] | None = None,
     before: SearchResult | None = None,
     rough: bool = False,
 ) -> SearchResult:
-    """The plan with the shortest step.
+    """The plan with the shortest step. Raises NoPlanError, that of the combination which lacks least, where none fits.
 
     Small steps are searched exhaustively, large ones by changing one choice at a time from the best chunk length.
     `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
     whatever its speed; `before`: a search with other times, which says what need not be tried again (SearchResult.far);
-    `rough`: half the time, for a search that another with measured times follows (simulate's `settled`).
-    Raises NoPlanError, that of the combination which lacks least, where none fits.
+    `rough`: in half the time, as another search with measured times follows (simulate's `settled`).
     """
-    hunt = _Search(problem_at, machine, calibration, documents, filled, rough)
+    hunt = _Search(problem_at, on, rough)
     lengths = list(chunks)
     if only is not None and (taken := hunt.attempt(*only)) is not None:
         return SearchResult(taken, hunt.tried, hunt.refused)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from penstock.engine.events import Span
 from penstock.engine.forecast.costs import Costs
 from penstock.engine.machine.profile import Machine
-from penstock.engine.plan.plan import Filled, Plan
-from penstock.engine.schedule.actions import LANES, Lane
+from penstock.engine.schedule.action import LANES, Lane
 from penstock.engine.schedule.builder import ScheduleBuilder, is_device_local
 from penstock.engine.schedule.ops import Op, span_of
 from penstock.engine.schedule.passes import training
@@ -58,31 +57,22 @@ class Simulation:
         return max(self.busy_s, key=lambda lane: self.busy_s[lane])
 
 
-def simulate(
-    plan: Plan,
-    costs: Costs,
-    machine: Machine,
-    documents: Sequence[Sequence[int]] | None = None,
-    filled: Filled | None = None,
-    *,
-    settled: bool = True,
-) -> Simulation:
-    """The second step of a run of `plan`, as the first has no update to apply. Raises Deadlock.
+def simulate(costs: Costs, *, settled: bool = True) -> Simulation:
+    """The second step of a run of a plan, as the first has no update to apply. Raises Deadlock.
 
-    `documents`, `filled`: of each micro-batch the sorted starts of its documents (ScheduleBuilder.stream), and its
-    tokens before the padding. Not `settled`: the first step is only taken to have been there, nothing of it being under
-    way any more; this takes half the time to find out.
+    Not `settled`: the first step is only taken to have been there, nothing of it being under way any more; this takes
+    half the time to find out.
     """
-    builder, chunks = ScheduleBuilder(plan), plan.filled_chunks(filled)
-    clocks = Clocks(machine)
+    plan, on = costs.plan, costs.on
+    builder, clocks, chunks = ScheduleBuilder(plan), Clocks(on.machine), plan.filled_chunks(on.filled)
     start = 0.0
     if settled:
-        first = builder.ops(training(plan, 1, documents=documents, chunks=chunks))
+        first = builder.ops(training(plan, 1, documents=on.documents, chunks=chunks))
         clocks.run(first, costs)
         start = clocks.done_at[first[-1].id]
     else:
         builder.follow(1)
-    second = builder.ops(training(plan, 2, documents=documents, chunks=chunks))
+    second = builder.ops(training(plan, 2, documents=on.documents, chunks=chunks))
     clocks.run(second, costs, from_s=start + BETWEEN_STEPS_S)
     end = clocks.done_at[second[-1].id]
     spans = clocks.spans(start)

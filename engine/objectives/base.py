@@ -7,12 +7,11 @@ every target, the objective makes coefficients of them, and the second is the he
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.config import TrainConfig
+from penstock.engine.config import TrainConfig, nearest
 from penstock.storage.files.errors import UserError
 
 
@@ -44,7 +43,5 @@ OBJECTIVES = {
 def find_objective(train: TrainConfig) -> Objective:
     """The recipe's objective. Raises UserError with the nearest name for an unknown one."""
     if train.objective not in OBJECTIVES:
-        near = difflib.get_close_matches(train.objective, OBJECTIVES, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else f"valid names: {', '.join(OBJECTIVES)}"
-        raise UserError(f"train.objective: '{train.objective}' is unknown; {hint}")
+        raise UserError(f"train.objective: '{train.objective}' is unknown; {nearest(train.objective, OBJECTIVES)}")
     return OBJECTIVES[train.objective]

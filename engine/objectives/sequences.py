@@ -26,9 +26,7 @@ class Sequences(NamedTuple):
 
 def sequence_numbers(rows: Tensor, start: int, documents: Sequence[int], first: int) -> Tensor:
     """int64 [t]: of which sequence the targets in `rows` [t] of a chunk are that begins at `start` of its stream.
-
-    `documents`: sorted starts of the stream's documents, the first of which bears the number `first`.
-    """
+    `documents`: sorted starts of the stream's documents, the first of which bears the number `first`."""
     starts = torch.tensor(documents, device=rows.device)
     return torch.bucketize(rows + start, starts, right=True) - 1 + first
 

@@ -14,16 +14,14 @@ from penstock.engine.optim.base import Mode, UpdateRange
 from penstock.engine.optim.lr import on_device
 
 PIECE_NUMEL = {"cpu": 1 << 24, "cuda": 1 << 18}
-"""Elements updated at once where the update is not compiled, per device type: there are up to two copies of the
-gradient in float32, in RAM 128 MiB, on a GPU 2 MiB of what the plan leaves to the allocator."""
-
-Update = Callable[..., None]
-"""See `adamw`."""
+"""Elements updated at once where it is not compiled, which bounds two float32 copies of the gradient: 128 MiB, 2
+MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """The scalars of one AdamW step on the state's device; see `scalars`."""
+    """The scalars of one AdamW step on the state's device, of decayed weights and of others. lr, beta1, beta2, eps, 1 /
+    (1 - beta1^step), 1 / (1 - beta2^step), clip, and 1 - lr * weight_decay or 1."""
 
     step: int
     decayed: Tensor
@@ -32,24 +30,11 @@ class Scalars:
     """The same two as floats."""
 
 
-def scalars(config: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Scalars:
-    """Scalars of optimizer step `step` (1-based) at learning rate `lr`, with gradients scaled by `clip`.
-
-    Order: lr, beta1, beta2, eps, 1 / (1 - beta1^step), 1 / (1 - beta2^step), clip, 1 - lr * weight_decay.
-    """
-    inverses = [1 / (1 - beta**step) for beta in (config.beta1, config.beta2)]
-    common = [lr, config.beta1, config.beta2, config.eps, *inverses, clip]
-    rows = torch.tensor([[*common, 1 - lr * config.weight_decay], [*common, 1.0]], dtype=torch.float32)
-    decayed, undecayed = rows.tolist()
-    rows = on_device(rows, device)
-    return Scalars(step, rows[0], rows[1], (tuple(decayed), tuple(undecayed)))
-
-
 def adamw(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, weights: Tensor, s: Tensor) -> None:
     """One AdamW step in place (Loshchilov and Hutter, arXiv 1711.05101, decoupled decay).
 
     master, exp_avg, exp_avg_sq: float32 [n]; gradient: float32 or bfloat16 [n]; weights: compute dtype [n], set to
-    the rounded new master; s: see `scalars`.
+    the rounded new master; s: see `Scalars`.
     """
     lr, beta1, beta2, eps, inverse1, inverse2, clip, keep = s.unbind()
     grad = gradient.float() * clip
@@ -89,21 +74,26 @@ class AdamW:
     """AdamW over ranges of flat buffers."""
 
     def __init__(self, mode: Mode, *, free_threaded: bool = False) -> None:
-        """`free_threaded`: compiled, an update in RAM does not hold the interpreter's lock; that takes about twice as
-        long to compile."""
+        """`free_threaded`: compiled, in about twice the time, an update in RAM does not hold the interpreter's lock."""
         self.mode: Mode = mode
         # The number of threads is the calling thread's, not that of whoever compiled first.
         on_cpu: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.dynamic_threads": True}
         if free_threaded:
             on_cpu["cpp_wrapper"] = True  # Inductor's Python bindings of kernels hold the lock for a whole call
-        self._compiled: dict[str, Update] = {}
+        self._compiled: dict[str, Callable[..., None]] = {}
         if mode == "compiled":
             # Not fullgraph: its flags are the process's, and other lanes' compiled code would run eagerly meanwhile.
             self._compiled["cpu"] = torch.compile(adamw, dynamic=True, options=on_cpu)
             self._compiled["cuda"] = torch.compile(adamw, dynamic=True)
 
-    def scalars(self, train: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Scalars:
-        return scalars(train, lr, step, clip, device)
+    @staticmethod
+    def scalars(train: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Scalars:
+        inverses = [1 / (1 - beta**step) for beta in (train.beta1, train.beta2)]
+        common = [lr, train.beta1, train.beta2, train.eps, *inverses, clip]
+        rows = torch.tensor([[*common, 1 - lr * train.weight_decay], [*common, 1.0]], dtype=torch.float32)
+        decayed, undecayed = rows.tolist()
+        rows = on_device(rows, device)
+        return Scalars(step, rows[0], rows[1], (tuple(decayed), tuple(undecayed)))
 
     @torch.no_grad()
     def step(

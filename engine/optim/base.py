@@ -5,13 +5,12 @@ No torch is needed to plan for one: only `OptimizerSpec.make` loads it.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from penstock.engine.config import TrainConfig
+from penstock.engine.config import TrainConfig, nearest
 from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.tier.layout import FlatLayout
 
@@ -52,7 +51,7 @@ class OptimizerSpec:
 OPTIMIZERS = {
     "adamw": OptimizerSpec(
         kinds=("exp_avg", "exp_avg_sq"), granularity="element", implementation="penstock.engine.optim.adamw:AdamW"
-    ),
+    )
 }
 """train.optimizer -> what it is."""
 
@@ -60,9 +59,7 @@ OPTIMIZERS = {
 def find_optimizer(train: TrainConfig) -> OptimizerSpec:
     """The recipe's optimizer. Raises UserError with the nearest name for an unknown one."""
     if train.optimizer not in OPTIMIZERS:
-        near = difflib.get_close_matches(train.optimizer, OPTIMIZERS, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else f"valid names: {', '.join(OPTIMIZERS)}"
-        raise UserError(f"train.optimizer: '{train.optimizer}' is unknown; {hint}")
+        raise UserError(f"train.optimizer: '{train.optimizer}' is unknown; {nearest(train.optimizer, OPTIMIZERS)}")
     return OPTIMIZERS[train.optimizer]
 
 
@@ -97,14 +94,10 @@ class Optimizer(Protocol):
     mode: Mode
 
     def scalars(self, train: TrainConfig, lr: float, step: int, clip: float, device: torch.device) -> Any:
-        """What `step` number `step` (1-based) at learning rate `lr` needs besides tensors, on `device`; gradients count
-        `clip` times."""
+        """What step number `step` (1-based) needs besides tensors, on `device`; gradients count `clip` times."""
 
     def step(
         self, state: Mapping[str, Tensor], gradient: Tensor, weights: Tensor, where: UpdateRange, scalars: Any
     ) -> None:
-        """Update one range.
-
-        state: kind -> float32 [n]; gradient: float32 or bfloat16 [n], unscaled; weights: compute dtype [n], to become
-        the rounded new master weights.
-        """
+        """Update one range. state: kind -> float32 [n]; gradient: float32 or bfloat16 [n], unscaled; weights: compute
+        dtype [n], to become the rounded new master weights."""

@@ -26,11 +26,10 @@ _NEAREST = 3
 def lr_factors(train: TrainConfig, depths: Mapping[str, int], frozen: Collection[str] = ()) -> dict[str, float]:
     """Parameter -> factor on the learning rate; empty where the recipe gives none.
 
-    `depths`: parameter -> blocks between it and the head (see engine/model/spec.py: depths), of those that are trained;
-    `frozen`: the others. A factor is that of
-    the first pattern of `lr_groups` that fits the name, times `layer_lr_decay` to the power of the depth (BEiT, arXiv
-    2106.08254, section 3.2; ELECTRA, arXiv 2003.10555, appendix B). Raises UserError for a pattern that no parameter
-    goes by.
+    `depths`: trained parameter -> blocks between it and the head (engine/model/spec.py: depths); `frozen`: the others.
+    A factor is that of the first pattern of `lr_groups` that fits the name, times `layer_lr_decay` to the power of the
+    depth (BEiT, arXiv 2106.08254, section 3.2; ELECTRA, arXiv 2003.10555, appendix B). Raises UserError for a pattern
+    that fits no parameter.
     """
     groups, decay = train.lr_groups, train.layer_lr_decay
     if not groups and decay == 1:

@@ -20,11 +20,9 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
     Warm-up begins at 0, in wsd at `min_lr_ratio`, and the step behind it has the peak; `min_lr_ratio` would be reached
     by a step after the last. cosine and linear are get_cosine_with_min_lr_schedule_with_warmup and
-    get_polynomial_decay_schedule_with_warmup of power 1, constant is get_constant_schedule_with_warmup.
-
-    wsd (get_wsd_schedule, decay_type 1-sqrt) stays at the peak until `decay_steps` are left, and falls by 1 - sqrt(the
-    share of them that is done) (Hagele et al., arXiv 2405.18392): where the decay begins depends on the number of all
-    steps alone.
+    get_polynomial_decay_schedule_with_warmup of power 1, constant is get_constant_schedule_with_warmup. wsd
+    (get_wsd_schedule, decay_type 1-sqrt) stays at the peak until `decay_steps` of all steps are left, and falls by 1 -
+    sqrt(the share of them that is done) (Hagele et al., arXiv 2405.18392).
     """
     done, wsd = step - 1, config.lr_schedule == "wsd"
     if done < config.warmup_steps:

@@ -1,5 +1,5 @@
-"""The plan: where every kind of every buffer lives, how the step is cut into chunks, how many slots there are, what is
-saved for backward and what is recomputed.
+"""The plan: where every kind of every buffer lives, how a step is cut, how many slots there are, what is saved for
+backward.
 
 `planner.py` makes it from a PlanInput. The schedule, the runtime and the command line read it; nothing else decides a
 size or a place.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -24,19 +24,14 @@ from penstock.engine.plan.problem import (
     SAMPLE_STAGES,
     UPDATE_PARTS,
     BlockShape,
-    BufferShape,
     PlanInput,
     PlanOptions,
     Pool,
-    SampleTier,
     Tier,
 )
 
 Graph = Literal["gpu", "offloaded"] | None
 """Where the saved graph of a layer's chunk is; None: it is not saved."""
-
-SAMPLES_SHARE = 64
-"""Keys and values of a run's samples stay on the GPU where they take no more than one part in so many of its budget."""
 
 Filled = Sequence[int | None]
 """Per micro-batch its tokens before the padding that ends it; None: it has no padding."""
@@ -57,12 +52,10 @@ class BufferPlan:
     gradient: Tier | None
     """Tier in which the complete gradient waits for the optimizer; None of a frozen buffer."""
     sums: Tier | None = None
-    """Tier in which the float32 gradient summed so far waits for the step's next group; None where there is one group,
-    and of a frozen buffer."""
+    """Tier in which the float32 sum waits for the step's next group; None where there is one group, or it is frozen."""
 
     @property
     def frozen(self) -> bool:
-        """Never trained: there are weights only."""
         return self.state is None
 
     @property
@@ -169,8 +162,7 @@ class Plan:
 
     @property
     def group_chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of one group. What is saved of a chunk lies where that of the chunk with the same
-        index in the group before lay."""
+        """The chunks of one group; the next group's saved activations take the place of theirs, index by index."""
         return self.chunks[: self.num_group_chunks]
 
     @property
@@ -224,33 +216,19 @@ class Plan:
         """Bytes of them, each kind in whole pages."""
         return sum(self.saved_activations(block, chunk).values())
 
-    @property
-    def state_part_numel(self) -> int:
-        """Elements of the largest part of a buffer that is trained."""
-        return state_part_numel(self.buffers.values())
-
-    @property
-    def part_stage_bytes(self) -> int:
-        """Bytes of a slot in RAM for one part of any kind."""
-        return part_stage_bytes(self.buffers.values(), self.problem)
-
     def _saved(self) -> dict[str, dict[str, Any]]:
-        """Buffer, the first of its layer -> chunks by what is saved of them, and those whose saved activations are not
-        in RAM."""
-        cached, spilled, held = _counts(self.saved_graphs), _counts(self.spilled), _counts(self.saved_on_gpu)
-        offloaded = _counts(self.offloaded_graphs)
-        nothing = {"activation_checkpointing": {}, "spilled": 0, "saved_on_gpu": 0, "offloaded_graphs": 0}
-        result: dict[str, dict[str, Any]] = {name: dict(nothing) for name in self.buffers}
-        for i, block in enumerate(self.blocks):
-            if block.saved_inputs and block.backward and block.buffers:
-                rest = "full" if i in self.recomputed or not block.attends else "selective"
-                saved = {"none": cached[i], "selective": 0, "full": 0} | {rest: self.num_group_chunks - cached[i]}
-                result[block.buffers[0]] = {
-                    "activation_checkpointing": saved,
-                    "spilled": spilled[i],
-                    "saved_on_gpu": held[i],
-                    "offloaded_graphs": offloaded[i],
-                }
+        """Buffer, the first of its layer -> chunks by what is saved of them, and by where, if not in RAM."""
+        layers = {b.buffers[0]: i for i, b in enumerate(self.blocks) if b.saved_inputs and b.backward and b.buffers}
+        elsewhere = ("spilled", "saved_on_gpu", "offloaded_graphs")
+        counts = {name: Counter(i for i, _ in getattr(self, name)) for name in ("saved_graphs", *elsewhere)}
+        result = {}
+        for name in self.buffers:
+            saved, i = {}, layers.get(name, -1)
+            if i >= 0:
+                rest = "full" if i in self.recomputed or not self.blocks[i].attends else "selective"
+                cached = counts["saved_graphs"][i]
+                saved = {"none": cached, "selective": 0, "full": 0} | {rest: self.num_group_chunks - cached}
+            result[name] = {"activation_checkpointing": saved, **{kind: counts[kind][i] for kind in elsewhere}}
         return result
 
     def _item_bytes(self, buffer: BufferPlan) -> int:
@@ -284,10 +262,7 @@ class Plan:
             "group_chunks": self.num_group_chunks,
             "layer_chunks": self.num_group_chunks * sum(bool(b.saved_inputs) and b.backward for b in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
-            "saved_on_gpu": {
-                "chunks": len(self.saved_on_gpu),
-                "bytes": self.tiers["gpu"].parts["saved activations"],
-            },
+            "saved_on_gpu": {"chunks": len(self.saved_on_gpu), "bytes": self.tiers["gpu"].parts["saved activations"]},
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
             "saved_graphs": {"chunks": len(self.saved_graphs), "bytes": self.tiers["gpu"].parts["saved graphs"]},
             "offloaded_graphs": {
@@ -302,21 +277,6 @@ class Plan:
             "activation_stages": self.activation_stages,
             "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
         }
-
-
-def state_part_numel(buffers: Iterable[BufferShape | BufferPlan]) -> int:
-    """Elements of the largest part among the `buffers` that are trained; 0 where none is."""
-    return max((buffer.part_numel for buffer in buffers if not buffer.frozen), default=0)
-
-
-def part_stage_bytes(buffers: Iterable[BufferShape | BufferPlan], problem: PlanInput) -> int:
-    """Bytes that any part of any kind of the `buffers` fits; of frozen ones where the device does not read itself."""
-    sizes = {False: FP32, True: 0 if problem.device_reads else problem.compute_bytes}
-    return max(buffer.part_numel * sizes[buffer.frozen] for buffer in buffers)
-
-
-def _counts(keys: frozenset[tuple[int, int]]) -> Counter[int]:
-    return Counter(block for block, _ in keys)
 
 
 def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int, per_row: bool) -> tuple[Chunk, ...]:
@@ -361,10 +321,11 @@ def graph_location(
 
 
 def saved_activations(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph) -> dict[str, int]:
-    """Kind -> bytes, in whole pages, of what is saved for backward of `tokens` tokens of a layer.
+    """Kind -> bytes, in whole pages, of what is saved for backward of `tokens` tokens of a layer; nothing without a
+    backward.
 
     x, sent: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph
-    holds, of which x and saved are part. `graph`: where that is, if it is saved. Nothing where there is no backward.
+    holds, of which x and saved are part. `graph`: where that is, if it is saved.
     """
     shape = problem.blocks[block]
     if not (shape.backward and shape.saved_inputs):
@@ -394,8 +355,8 @@ def graph_slot_bytes(problem: PlanInput, max_chunk: int) -> int:
 
 
 def activation_slots(problem: PlanInput, tokens: int) -> dict[str, list[int]]:
-    """Slots on the compute device for chunks of `tokens` tokens: space -> bytes of each, in whole pages; none of a kind
-    of activations that the model does not make."""
+    """Space on the compute device -> bytes of its slots, in whole pages; none of a kind that the model does not
+    make."""
     sizes = {row.gpu: [aligned(tokens * widest(problem, row.name))] * row.slots for row in ACTIVATIONS.values()}
     return {space: each for space, each in sizes.items() if any(each)}
 
@@ -418,10 +379,9 @@ def _widest(blocks: tuple[BlockShape, ...], name: str) -> int:
 def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool, windows: int) -> dict[str, list[int]]:
     """What attention reads and sums on the compute device: name -> bytes of each buffer, in whole pages.
 
-    Whole: keys and values of as many micro-batches as there are `windows` (kv), and float32 gradients of one (dkv).
-    Streamed: KV_SLOTS and DKV_SLOTS chunks of them, and of the running chunk queries (q), the gradient of attention's
-    output (dout), and in float32 the partial output and its log-sum-exp, or the queries' gradient (partial,
-    partial_lse).
+    Whole: keys and values of `windows` micro-batches (kv), and float32 gradients of one (dkv). Streamed: KV_SLOTS and
+    DKV_SLOTS chunks of them; of the running chunk queries (q), the gradient of attention's output (dout), and in
+    float32 the partial output and its log-sum-exp, or the queries' gradient (partial, partial_lse).
     """
     blocks = problem.blocks
     kv, kv_numel = _widest(blocks, "kv_bytes_per_token"), _widest(blocks, "kv_numel_per_token")
@@ -449,8 +409,8 @@ class SampleRegions:
     layers: list[int]
     """Blocks with keys and values."""
     stages: list[int]
-    """Bytes on the compute device of a layer's keys and values, of all sequences: one of each layer where they stay
-    there, else a few for all layers."""
+    """Bytes on the compute device of a layer's keys and values: one for each layer where they stay, else a few for
+    all."""
     logits: int
     """Bytes on the compute device, and as many in RAM: float32 [sequences, vocabulary]."""
     cached: dict[int, int]
@@ -479,29 +439,13 @@ def sample_regions(problem: PlanInput) -> SampleRegions:
     return SampleRegions(list(sizes), stages, logits, sizes if space.tier == "ram" else {})
 
 
-def sample_tiers(problem: PlanInput) -> list[SampleTier]:
-    """Where keys and values of samples may be cached, the best tier first.
-
-    On the compute device nothing has to be copied; of a run, which rarely writes samples, they take little of it.
-    """
-    space = problem.samples
-    assert space is not None
-    if not space.keeps:
-        return ["nowhere"]
-    if not problem.trains:
-        return ["gpu", "ram", "nowhere"]
-    there = sample_regions(replace(problem, samples=replace(space, tier="gpu"))).gpu_bytes
-    return ["gpu", "ram"] if there * SAMPLES_SHARE <= problem.gpu_budget else ["ram"]
-
-
 def boundary_chunks(problem: PlanInput, group_chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
     """The chunks whose hidden state between two blocks may have to wait in RAM: none where all stay in their slots."""
     return group_chunks if problem.trains or not stay_in_slots(problem, len(group_chunks)) else ()
 
 
 def stay_in_slots(problem: PlanInput, chunks: int) -> bool:
-    """Whether the activations of so many chunks stay on the compute device between two blocks of a forward that no
-    backward follows: the input and output of the running op take one slot more than there are chunks."""
+    """Whether a forward without backward leaves so many chunks in their slots: the running op takes one slot more."""
     return chunks < ACTIVATIONS["x"].slots and list(between_bytes(problem, 1)) == [ACTIVATIONS["x"].ram]
 
 
@@ -509,10 +453,8 @@ def attention_regions(
     problem: PlanInput, chunks: tuple[Chunk, ...], streamed: bool, recomputing: bool, spilling: bool
 ) -> dict[str, list[int]]:
     """RAM that one block's pass over a micro-batch needs beside what is saved: name -> bytes per chunk, in whole pages.
-
-    saved: attention's output and log-sum-exp, computed again; kv: keys and values that are not saved in RAM; dkv:
-    their float32 gradients.
-    """
+    saved: attention's output and log-sum-exp, computed again; kv: unsaved keys and values; dkv: their float32
+    gradients."""
     tokens = [chunk.end - chunk.start for chunk in chunks if chunk.micro_batch == 0]
     blocks = problem.blocks
     unsaved = any(block.attends and not block.backward for block in blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Tier = Literal["gpu", "ram", "nvme"]
@@ -38,8 +38,7 @@ LAST_GOOD = "last good generation"
 """Part of the NVMe tier that is there where the disk has room for it."""
 ALIGNMENT = 4096
 UPDATE_PARTS = 8
-"""Parts that one op updates in RAM, where nothing has to be staged: a socket updates a part in 0.7 ms, and an op costs
-0.1 to 0.2 ms of Python."""
+"""Parts that one op updates in RAM: a socket updates a part in 0.7 ms, and an op costs 0.1 to 0.2 ms of Python."""
 CUBLAS_WORKSPACE_BYTES = 8 * 4096 * 1024
 """cuBLAS's workspace on the compute lane: eight buffers of 4,096 KiB, as engine/machine/device.py asks for."""
 BYTES_PER_TOKEN = 7 * 8
@@ -47,8 +46,7 @@ BYTES_PER_TOKEN = 7 * 8
 INPUTS_CACHE_BYTES = 64 * 2**20
 """Rotary tables and the like of recent chunks are kept on the device up to this size; beyond it they are made again."""
 POOLS: tuple[Pool, ...] = ("layer", "frozen layer", "embedding and head", "frozen embedding and head")
-"""Slots on the GPU by what they are for. Frozen buffers, of which there may be gigabytes beside the few megabytes of
-what is trained, have slots of their own."""
+"""Slots on the GPU by what they are for: frozen buffers may be gigabytes beside the megabytes that are trained."""
 LAYER_POOLS: tuple[Pool, ...] = ("layer", "frozen layer")
 GRAPH_SLACK_BYTES = 4 * ALIGNMENT
 """Of a graph that is laid out in one piece: what does not grow with its tokens, and gaps between its tensors."""
@@ -81,8 +79,7 @@ class BlockShape:
     kind: str
     """How it is computed (engine/schedule/kinds.py)."""
     buffers: tuple[str, ...]
-    """Flat buffers whose weights it computes with: its own, of which that of the trained parameters bears its name, and
-    shared ones."""
+    """Flat buffers whose weights it computes with: its own (the trained one bears its name) and shared ones."""
     inputs: tuple[int, ...] = ()
     """Indices of the blocks whose output it takes, all of them before it."""
     input_kinds: tuple[str, ...] = ("x",)
@@ -100,11 +97,8 @@ class BlockShape:
     kv_bytes_per_token: int = 0
     """Keys and values, compute dtype."""
     kv_numel_per_token: int = 0
-    """Elements of keys and values of one token."""
     q_numel_per_token: int = 0
-    """Elements of the queries of one token."""
     out_numel_per_token: int = 0
-    """Elements of attention's output of one token."""
     sliding_window: int | None = None
     """Keys that a query sees, its own included; None: all before it."""
     span_tokens: int | None = None
@@ -131,6 +125,11 @@ class BlockShape:
     @property
     def saved_bytes_per_token(self) -> int:
         return self.out_bytes_per_token + self.lse_bytes_per_token
+
+    @property
+    def nameless(self) -> BlockShape:
+        """Equal of blocks that compute the same."""
+        return replace(self, name="", buffers=(), inputs=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +202,17 @@ class PlanInput:
         return not all(buffer.frozen for buffer in self.buffers)
 
     @property
+    def state_part_numel(self) -> int:
+        """Elements of the largest part of a buffer that is trained; 0 where none is."""
+        return max((buffer.part_numel for buffer in self.buffers if not buffer.frozen), default=0)
+
+    @property
+    def part_stage_bytes(self) -> int:
+        """Bytes that a part of any kind fits; of frozen buffers where the device does not read itself."""
+        sizes = {False: FP32, True: 0 if self.device_reads else self.compute_bytes}
+        return max(buffer.part_numel * sizes[buffer.frozen] for buffer in self.buffers)
+
+    @property
     def continues_only(self) -> bool:
         """Whether all passes are those of samples, which have memory of their own for keys and values."""
         return not self.trains and self.samples is not None
@@ -224,8 +234,7 @@ class PlanOptions:
     stages: int = 2
     """Parts of state, and of weights or gradients, that are on their way to or from NVMe at once."""
     spare_slots: int = 1
-    """Weight slots for layers beyond those that one layer computes with: how many are fetched ahead. One less for
-    embedding and head."""
+    """Layers whose weights are fetched ahead, each into a slot; one less for embedding and head."""
     group: int = 0
     """Micro-batches that go forward and backward before the next ones do; 0: all of a step."""
     offloaded_graphs: OffloadedGraphs = "none"

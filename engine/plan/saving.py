@@ -6,7 +6,6 @@ A chunk is named by its layer and its index in its group; see Plan.group_chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from penstock.engine.plan.plan import Graph, aligned, cut_chunks, graph_bytes, graph_location, saved_activations
 from penstock.engine.plan.problem import BlockShape, PlanInput, PlanOptions
@@ -52,14 +51,13 @@ class Saving:
         """Layers that save anything for a backward."""
         self.attending = [i for i in self.saving if p.blocks[i].attends]
         self.streamed = choice.streamed
-        self.saved_graphs: set[tuple[int, int]] = set()
-        self.offloaded_graphs: set[tuple[int, int]] = set()
-        self.saved_on_gpu: set[tuple[int, int]] = set()
+        self.saved_graphs: set[Key] = set()
+        self.offloaded_graphs: set[Key] = set()
+        self.saved_on_gpu: set[Key] = set()
         self.graphs_bytes = self.on_gpu_bytes = 0
         """Bytes on the GPU of the saved graphs and of the saved activations there."""
-        self._numbers: dict[BlockShape, int] = {}
-        alike = (replace(block, name="", buffers=(), inputs=()) for block in p.blocks)
-        self._kinds = [self._numbers.setdefault(shape, len(self._numbers)) for shape in alike]
+        numbers: dict[BlockShape, int] = {}
+        self._kinds = [numbers.setdefault(block.nameless, len(numbers)) for block in p.blocks]
         """Blocks of the same shape have the same number."""
         self._sizes: dict[tuple[int, int, bool, str | None], int] = {}
         self._layer_sizes: dict[tuple[int, bool], int] = {}
@@ -69,22 +67,20 @@ class Saving:
         self.offloads = choice.offloaded_graphs != "none" and may_offload and bool(self.savable())
         """Whether graphs of some layer chunks may be offloaded."""
 
-    def backward_order(self) -> Iterator[tuple[int, int]]:
+    def backward_order(self) -> Iterator[Key]:
         """(block, chunk) of all layers that backward passes, its first ones first."""
         return ((i, chunk.index) for i in reversed(self.saving) for chunk in reversed(self.group_chunks))
 
     def saved_activations(self, block: int, chunk: int) -> dict[str, int]:
-        tokens = self.group_chunks[chunk].end - self.group_chunks[chunk].start
-        return saved_activations(
-            self.problem, block, tokens, block in self.recomputed, self.graph_location(block, chunk)
-        )
+        return saved_activations(self.problem, block, *self._how(block, chunk))
 
-    def graph_location(self, block: int, chunk: int) -> Graph:
-        return graph_location((block, chunk), self.saved_graphs, self.offloaded_graphs)
+    def _how(self, block: int, chunk: int) -> tuple[int, bool, Graph]:
+        """(tokens, whether attention runs again, where the graph is)."""
+        c, graph = self.group_chunks[chunk], graph_location((block, chunk), self.saved_graphs, self.offloaded_graphs)
+        return c.end - c.start, block in self.recomputed, graph
 
     def saved_bytes(self, block: int, chunk: int) -> int:
-        c = self.group_chunks[chunk]
-        key = (self._kinds[block], c.end - c.start, block in self.recomputed, self.graph_location(block, chunk))
+        key = (self._kinds[block], *self._how(block, chunk))
         if key not in self._sizes:
             self._sizes[key] = sum(self.saved_activations(block, chunk).values())
         return self._sizes[key]
@@ -99,14 +95,9 @@ class Saving:
     def all_saved_bytes(self) -> int:
         """Bytes of all saved activations outside the GPU."""
         touched = {i for i, _ in self.saved_on_gpu | self.saved_graphs}
-        sizes = (self.layer_bytes(i) for i in self.saving if i not in touched)
-        partial = (
-            self.saved_bytes(i, c.index)
-            for i in touched
-            for c in self.group_chunks
-            if (i, c.index) not in self.saved_on_gpu
-        )
-        return sum(sizes) + sum(partial)
+        of_touched = {(i, c.index) for i in touched for c in self.group_chunks} - self.saved_on_gpu
+        whole = sum(self.layer_bytes(i) for i in self.saving if i not in touched)
+        return whole + sum(self.saved_bytes(*key) for key in of_touched)
 
     def graph_bytes(self, block: int, chunk: int) -> int:
         """Bytes of one saved graph, with attention's log-sum-exp."""
@@ -115,7 +106,7 @@ class Saving:
         cut = p.hidden_size * p.compute_bytes + shape.kv_bytes_per_token if self.streamed else 0
         return aligned((c.end - c.start) * (graph_bytes(shape) + cut))
 
-    def savable(self) -> list[tuple[int, int]]:
+    def savable(self) -> list[Key]:
         """(block, chunk) in the order in which backward wants them; none of a layer whose attention runs again."""
         graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
         known = [i for i in self.saving if graphs[i] is not None and i not in self.recomputed]
@@ -153,7 +144,7 @@ class Saving:
         self.offloaded_graphs.update(keys)
         self.saved_graphs.update(keys)
 
-    def more_bytes(self, key: tuple[int, int]) -> int:
+    def more_bytes(self, key: Key) -> int:
         """What a layer's chunk takes more with its graph than without."""
         (block, chunk), p = key, self.problem
         tokens = self.group_chunks[chunk].end - self.group_chunks[chunk].start

@@ -21,7 +21,7 @@ from penstock.engine import preparing
 from penstock.engine.clock import elapsed_s
 from penstock.engine.config import TrainConfig
 from penstock.engine.data.loader import MicroBatch
-from penstock.engine.forecast.costs import Calibration, Costs, Sample, op_kind
+from penstock.engine.forecast.costs import Calibration, Conditions, Costs, Sample, op_kind
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.profile import Machine
 from penstock.engine.optim.base import UpdateRange
@@ -120,7 +120,7 @@ def _compute_ops(
         runtime = Runtime(*work, train, LOGITS_BYTES[device.type], lambda step: None)
         whole = [replace(m, filled=None) for m in batch]  # chunks of full length are measured, padding or not
         runtime.begin(1, BatchCarrier(plan.chunks, device).step(whole, {}))
-        costs = Costs(plan, machine, None, documents)
+        costs = Costs(plan, Conditions(machine, documents=documents))
         units = list(_units(plan, costs, documents))
         chosen = _chosen(units)
         if brief:
@@ -265,7 +265,7 @@ def _link_rates(executor: Executor, device: torch.device) -> tuple[float, float]
 
 def _update_rate(plan: Plan, compute: Compute, train: TrainConfig) -> float:
     """Parameters that the optimizer updates per second in RAM."""
-    numel, optimizer = min(plan.state_part_numel, UPDATE_NUMEL), compute.optimizer
+    numel, optimizer = min(plan.problem.state_part_numel, UPDATE_NUMEL), compute.optimizer
     state = {kind: torch.full((numel,), 1e-3, dtype=torch.float32) for kind in plan.problem.state_kinds}
     gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
     weights, cpu = torch.empty(numel, dtype=compute.runner.dtype), torch.device("cpu")

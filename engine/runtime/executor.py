@@ -22,7 +22,7 @@ import torch
 
 from penstock.engine.clock import origin
 from penstock.engine.events import Span, UnderWay, op_text
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.ops import Op, span_of
 
 GPU_LANES = frozenset({"h2d", "compute", "d2h"})

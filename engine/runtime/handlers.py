@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from penstock.engine.schedule.actions import Action
+from penstock.engine.schedule.action import Action
 from penstock.engine.schedule.ops import Op
 
 Handler = Callable[[Op], Future[Any] | None]

@@ -187,11 +187,11 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
     }
     stage_bytes = plan.activation_stage_bytes
     ram.activation_stages = [ram.arena.slot(f"act.{i}", stage_bytes) for i in range(plan.activation_stages)]
-    part = plan.state_part_numel
+    part = plan.problem.state_part_numel
     for i in range(plan.state_stages):
         stage = {kind: typed(f"stage.{i}.{kind}", part, torch.float32) for kind in problem.state_kinds}
         ram.state_stages.append(stage | {"gradient": typed(f"stage.{i}.gradient", part, gradient_dtype)})
-    ram.part_stages = [ram.arena.slot(f"part.{i}", plan.part_stage_bytes) for i in range(plan.part_stages)]
+    ram.part_stages = [ram.arena.slot(f"part.{i}", plan.problem.part_stage_bytes) for i in range(plan.part_stages)]
     if problem.samples is not None:
         cached, of_logits = sample_regions(problem).cached, (len(problem.samples.lengths), problem.samples.vocabulary)
         ram.sample_kv = {block: ram.arena.slot(f"sample_kv.{block}", nbytes) for block, nbytes in cached.items()}

@@ -126,7 +126,7 @@ class _Loading:
         self._device, self._kinds = gpu.arena.device, plan.problem.state_kinds
         self._dtype, self._stages = compute_dtype, ram.part_stages
         self._turn = itertools.cycle(self._stages)
-        self._rounded = empty_aligned(plan.state_part_numel, compute_dtype)
+        self._rounded = empty_aligned(plan.problem.state_part_numel, compute_dtype)
         self._device_reads = plan.problem.device_reads
         self._reading: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
 

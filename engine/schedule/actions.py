@@ -7,17 +7,14 @@ calibration, traces and the terminal application read what an action is from her
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from penstock.engine.branches.base import BRANCHES
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.schedule import resources as r
-
-Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"]
-LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
+from penstock.engine.schedule.action import Action as Action
+from penstock.engine.schedule.action import Cost, Lane, Move, Phase, Work
 
 # Slots of an op, by role.
 X, DY, OUT, SAVED, KV, DKV, GRAPH = "x", "dy", "out", "saved", "kv", "dkv", "graph"
@@ -54,141 +51,6 @@ def zero(buffer: str) -> str:
     return "zero:" + buffer
 
 
-class Cost(Enum):
-    """Which function of engine/forecast/costs.py says how long an op takes."""
-
-    BLOCK = "block"
-    """By FLOPs and bytes of the block on the op's chunk (`Action.work`)."""
-    BUFFER = "buffer"
-    """By the bytes of a whole buffer on the compute device."""
-    COPY = "copy"
-    UPDATE = "update"
-    REPORT = "report"
-    READ = "read"
-    READ_TO_DEVICE = "read_to_device"
-    WRITE = "write"
-    COMMIT = "commit"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What a compute op does to a chunk of a block, in units of the block's own figures."""
-
-    matmul: int = 0
-    """Times the forward FLOPs of all matrix products."""
-    projection: int = 0
-    """Times those of queries, keys and values."""
-    gradients: int = 0
-    """Times those of all matrix products by weights that are trained."""
-    projection_gradients: int = 0
-    """Times those of queries, keys and values, as far as their weights are trained."""
-    recompute: bool = False
-    """And those that backward's graph needs once more, where the graph was not saved."""
-    pairs: tuple[int, int] | None = None
-    """FLOPs per visible pair and element of q.k and of p.v; None: the op attends to nothing."""
-    one_chunk_of_keys: bool = False
-    """The pairs are those of a single chunk of keys, which the slot KEYS names."""
-    sums_gradients: bool = False
-    """Adds the block's gradients to their float32 sums."""
-    fresh_gradients: bool = False
-    """The first of them are put in the place of the sums, which need not be zeroed before."""
-    looks_up: bool = False
-    """Takes rows of its weights instead of multiplying by them."""
-    logits: bool = False
-    """Passes the logits of its tokens through memory."""
-
-
-Phase = Literal["", "forward", "recompute", "backward", "evaluate", "generate", "update"]
-StepPart = Literal["", "forward", "backward", "update", "validation", "samples"]
-"""What people call the parts of a step."""
-_PART_OF: dict[Phase, StepPart] = {
-    "forward": "forward",
-    "recompute": "backward",
-    "backward": "backward",
-    "evaluate": "validation",
-    "generate": "samples",
-    "update": "update",
-}
-Tier = Literal["nvme", "ram", "gpu"]
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """What an action moves, as seen from the compute device."""
-
-    kind: Literal["weights", "state", "gradient"]
-    direction: Literal["in", "out"]
-    to: Literal["gpu", "ram", "home"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Action:
-    """One entry of the table; compared by identity."""
-
-    name: str
-    lane: Lane
-    says: str
-    """What it does, for people: `runs a layer forward`."""
-    cost: Cost
-    reads: tuple[str, ...] = ()
-    """Spaces (engine/schedule/resources.py) of what it may read."""
-    writes: tuple[str, ...] = ()
-    """Spaces of what it may write, whatever was there before."""
-    adds: tuple[str, ...] = ()
-    """Spaces of what it may change: read and written."""
-    phase: Phase = ""
-    work: Work = Work()
-    measured_as: str | None = None
-    """Name of the action whose measured time stands for this one's."""
-    kind: str = ""
-    """Which activation a copy, a spill or an unspill is about: x, dy, saved, kv, dkv or graph."""
-    move: Move | None = None
-
-    @property
-    def part(self) -> StepPart:
-        """The part of a step whose work it is; empty where that depends on the op, as weights are read for several."""
-        if self.phase or self.kind in _GRADIENT_KINDS:
-            return _PART_OF.get(self.phase, "backward")
-        touched = {*self.reads, *self.writes, *self.adds}
-        if touched & _OF_UPDATE or r.NVME_WEIGHTS in self.writes:
-            return "update"
-        return "backward" if touched & _GRADIENTS else ""
-
-    @property
-    def route(self) -> tuple[Tier, Tier] | None:
-        """From which tier to which it moves bytes; None for what moves none."""
-        if self.lane not in _MOVES or not self.cargo:
-            return None
-        if self.lane == "nvme_write":
-            return "ram", "nvme"
-        if self.lane == "d2h":
-            return "gpu", "ram"
-        target: Tier = "gpu" if any(space.startswith("gpu.") for space in self.writes) else "ram"
-        return "nvme" if self.lane == "nvme_read" else "ram", target
-
-    @property
-    def result(self) -> str | None:
-        """Where it leaves what a pass is there to find; None for what finds nothing."""
-        return next((space for space in self.writes if space in _RESULTS), None)
-
-    @property
-    def cargo(self) -> str:
-        """What it moves, for people; empty for what moves nothing."""
-        if self.move is not None:
-            return _CARGO[self.move.kind]
-        if r.RAM_SAMPLE_KV in (*self.reads, *self.writes):
-            return "activations"
-        if self.kind and (self.reads or self.adds):  # else it only removes a file
-            return "activation gradients" if self.kind in _GRADIENT_KINDS else "activations"
-        return _CARGO["state"] if r.NVME_STATE in self.writes else ""
-
-
-_GRADIENT_KINDS = (DY, DKV, DSENT)
-_RESULTS = (r.GPU_LOSSES, r.GPU_EVALUATIONS, r.GPU_LOGITS)
-_GRADIENTS = {r.GPU_GRADIENT, r.RAM_GRADIENT, r.NVME_GRADIENT}
-_OF_UPDATE = {r.GPU_STATE, r.RAM_STATE, r.RAM_STATE_STAGE, r.NVME_STATE, r.GENERATION}
-_CARGO = {"weights": "weights", "state": "optimizer state", "gradient": "gradients"}
-
 ACTIONS: dict[str, Action] = {}
 """Name -> action."""
 
@@ -199,7 +61,7 @@ def _action(name: str, lane: Lane, cost: Cost, says: str, **what: object) -> Act
     return ACTIONS[name]
 
 
-def _compute(name: str, phase: Phase, says: str, work: Work = Work(), **what: object) -> Action:
+def _compute(name: str, phase: Phase, says: str, work: Work, **what: object) -> Action:
     return _action(name, "compute", Cost.BLOCK, says, phase=phase, work=work, **what)
 
 
@@ -213,10 +75,10 @@ _MOVES: dict[Lane, Cost] = {"h2d": Cost.COPY, "d2h": Cost.COPY, "nvme_read": Cos
 
 
 def _move(
-    lane: Lane, name: str, says: str, reads: str | tuple[str, ...], writes: str, move: Move | None = None
+    lane: Lane, name: str, says: str, reads: str, writes: str, move: Move | None = None, also: str = ""
 ) -> Action:
-    reads = (reads,) if isinstance(reads, str) else reads
-    return _action(name, lane, _MOVES[lane], says, reads=reads, writes=(writes,), move=move)
+    sources = (reads, also) if also else (reads,)
+    return _action(name, lane, _MOVES[lane], says, reads=sources, writes=(writes,), move=move)
 
 
 _load, _store = partial(_move, "h2d"), partial(_move, "d2h")
@@ -224,10 +86,13 @@ _read, _write = partial(_move, "nvme_read"), partial(_move, "nvme_write")
 
 # ---------------------------------------------------------------------- blocks on a chunk
 
+_INPUT = (r.GPU_WEIGHTS, r.GPU_HIDDEN)
+_HANDED = (*_INPUT, r.GPU_SENT)
 _FORWARD = Work(matmul=1)
 _LOOKS_UP = Work(looks_up=True)
+_BACKWARD = Work(matmul=1, gradients=1, recompute=True, sums_gradients=True, fresh_gradients=True)
 EMBED_FORWARD = _compute(
-    "embed_forward", "forward", "looks up the embeddings", _LOOKS_UP, reads=(r.GPU_WEIGHTS,), writes=(r.GPU_HIDDEN,)
+    "embed_forward", "forward", "looks up the embeddings", _LOOKS_UP, reads=_INPUT[:1], writes=(r.GPU_HIDDEN,)
 )
 EMBED_EVALUATE = _evaluation(EMBED_FORWARD, r.GPU_HIDDEN)
 EMBED_BACKWARD = _compute(
@@ -235,7 +100,7 @@ EMBED_BACKWARD = _compute(
     "backward",
     "adds the embeddings' gradients",
     Work(looks_up=True, sums_gradients=True),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
+    reads=_INPUT,
     adds=(r.GPU_GRADIENT,),
 )
 LAYER_FORWARD = _compute(
@@ -243,7 +108,7 @@ LAYER_FORWARD = _compute(
     "forward",
     "runs a layer forward",
     Work(matmul=1, pairs=(2, 2)),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_KV),
+    reads=(*_INPUT, r.GPU_KV),
     writes=(r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH, r.GPU_GRAPH_SLOT),
 )
 LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_SAVED)
@@ -259,8 +124,8 @@ LAYER_BACKWARD = _compute(
     "layer_backward",
     "backward",
     "runs a layer backward",
-    Work(matmul=1, gradients=1, recompute=True, pairs=(6, 4), sums_gradients=True, fresh_gradients=True),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
+    replace(_BACKWARD, pairs=(6, 4)),
+    reads=(*_HANDED, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_DKV, r.GPU_GRAPH),
 )
@@ -269,7 +134,7 @@ LAYER_PROJECT = _compute(
     "forward",
     "computes queries, keys and values",
     Work(projection=1),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
+    reads=_INPUT,
     writes=(r.GPU_QUERIES, r.GPU_KV),
 )
 ATTEND = _compute(
@@ -286,7 +151,7 @@ LAYER_FORWARD_BOTTOM = _compute(
     "forward",
     "runs what follows a layer's attention",
     _FORWARD,
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SAVED),
+    reads=(*_INPUT, r.GPU_SAVED),
     writes=(r.GPU_HIDDEN, r.GPU_SENT, r.GPU_GRAPH),
 )
 LAYER_EVALUATE_BOTTOM = _evaluation(LAYER_FORWARD_BOTTOM, r.GPU_HIDDEN, r.GPU_SENT)
@@ -294,16 +159,8 @@ LAYER_BACKWARD_TOP = _compute(
     "layer_backward_top",
     "backward",
     "runs what follows a layer's attention backward",
-    Work(
-        matmul=1,
-        projection=-1,
-        gradients=1,
-        projection_gradients=-1,
-        recompute=True,
-        sums_gradients=True,
-        fresh_gradients=True,
-    ),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_SAVED),
+    replace(_BACKWARD, projection=-1, projection_gradients=-1),
+    reads=(*_HANDED, r.GPU_SAVED),
     writes=(r.GPU_QUERIES, r.GPU_DOUT),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
 )
@@ -320,68 +177,54 @@ LAYER_BACKWARD_BOTTOM = _compute(
     "backward",
     "runs a layer's projections backward",
     Work(projection=1, projection_gradients=1),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_PARTIAL, r.GPU_DKV),
+    reads=(*_HANDED, r.GPU_PARTIAL, r.GPU_DKV),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
 )
 BRANCH_FORWARD = {
-    kind: _compute(
-        f"{kind}_forward",
-        "forward",
-        f"runs {branch.says}",
-        _FORWARD,
-        reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT),
-        writes=(r.GPU_HIDDEN,),
-    )
-    for kind, branch in BRANCHES.items()
+    name: _compute(f"{name}_forward", "forward", f"runs {branch.says}", _FORWARD, reads=_HANDED, writes=(r.GPU_HIDDEN,))
+    for name, branch in BRANCHES.items()
 }
 BRANCH_EVALUATE = {kind: _evaluation(action, r.GPU_HIDDEN) for kind, action in BRANCH_FORWARD.items()}
 BRANCH_BACKWARD = {
-    kind: _compute(
-        f"{kind}_backward",
+    name: _compute(
+        f"{name}_backward",
         "backward",
         f"runs {branch.says} backward",
-        Work(matmul=1, gradients=1, recompute=True, sums_gradients=True, fresh_gradients=True),
-        reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT),
-        writes=(r.GPU_HIDDEN, r.GPU_SENT),
+        _BACKWARD,
+        reads=_HANDED,
+        writes=_HANDED[1:],
         adds=(r.GPU_GRADIENT,),
     )
-    for kind, branch in BRANCHES.items()
+    for name, branch in BRANCHES.items()
 }
 HEAD = _compute(
     "head",
     "backward",
     "computes the loss, forward and backward",
     Work(matmul=2, gradients=1, sums_gradients=True, logits=True),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_EVALUATIONS),
+    reads=(*_INPUT, r.GPU_EVALUATIONS),
     writes=(r.GPU_HIDDEN, r.GPU_LOSSES),
     adds=(r.GPU_GRADIENT,),
 )
+_LOGITS = Work(matmul=1, logits=True)
 HEAD_EVALUATE = _compute(
     "head_evaluate",
     "evaluate",
     "computes the validation loss of a chunk",
-    Work(matmul=1, logits=True),
-    reads=(r.GPU_WEIGHTS, r.GPU_HIDDEN),
+    _LOGITS,
+    reads=_INPUT,
     writes=(r.GPU_EVALUATIONS,),
     measured_as="head",
 )
-
-
-HEAD_SCORE = _compute(
-    "head_score",
-    "forward",
-    "finds the log-probabilities of a chunk's targets",
-    HEAD_EVALUATE.work,
-    reads=HEAD_EVALUATE.reads,
-    writes=(r.GPU_EVALUATIONS,),
-)
+_SCORES = "finds the log-probabilities of a chunk's targets"
+HEAD_SCORE = _compute("head_score", "forward", _SCORES, _LOGITS, reads=_INPUT, writes=(r.GPU_EVALUATIONS,))
 
 
 def _sampling(forward: Action, says: str, writes: tuple[str, ...], *adds: str) -> Action:
     """The same of a pass that writes samples: so few tokens that what is measured of a chunk says nothing of them."""
     name, of = f"{forward.name.partition('_')[0]}_generate", forward.work
-    reads = tuple(space for space in forward.reads if space in (r.GPU_WEIGHTS, r.GPU_HIDDEN, r.GPU_SENT))
+    reads = tuple(space for space in forward.reads if space in _HANDED)
     work = Work(matmul=1, pairs=of.pairs, looks_up=of.looks_up, logits=of.logits)
     return _compute(name, "generate", f"{says}, for samples", work, reads=reads, writes=writes, adds=adds)
 
@@ -447,16 +290,10 @@ PEEK = _of_kinds("peek", "nvme_read", "reads {} from NVMe", ["x"], reads=_on_nvm
 DISCARD = _of_kinds("discard", "nvme_read", "removes {} from NVMe", _SAVED, writes=_on_nvme)
 
 LOAD_SAMPLE_KV = _load(
-    "load_sample_kv",
-    "copies keys and values of the samples to the GPU",
-    r.RAM_SAMPLE_KV,
-    r.GPU_SAMPLE_KV,
+    "load_sample_kv", "copies keys and values of the samples to the GPU", r.RAM_SAMPLE_KV, r.GPU_SAMPLE_KV
 )
 STORE_SAMPLE_KV = _store(
-    "store_sample_kv",
-    "copies keys and values of the samples from the GPU",
-    r.GPU_SAMPLE_KV,
-    r.RAM_SAMPLE_KV,
+    "store_sample_kv", "copies keys and values of the samples from the GPU", r.GPU_SAMPLE_KV, r.RAM_SAMPLE_KV
 )
 
 # ---------------------------------------------------------------------- weights, gradients, state
@@ -481,16 +318,12 @@ READ_WEIGHTS_WHOLE = _action(
 WRITE_WEIGHTS = _write(
     "write_weights", "writes a part of the weights", r.RAM_PART_STAGE, r.NVME_WEIGHTS, Move("weights", "out", "home")
 )
-_GRADIENT_LEAVES = Move("gradient", "out", "home")
+_GRADIENT_LEAVES, _TO_RAM = Move("gradient", "out", "home"), Move("gradient", "out", "ram")
 STORE_GRADIENT = _store(
     "store_gradient", "copies a gradient from the GPU", r.GPU_GRADIENT, r.RAM_GRADIENT, _GRADIENT_LEAVES
 )
 STORE_SUM = _store(
-    "store_sum",
-    "copies a gradient that other groups add to from the GPU",
-    r.GPU_GRADIENT,
-    r.RAM_GRADIENT,
-    Move("gradient", "out", "ram"),
+    "store_sum", "copies a gradient that other groups add to from the GPU", r.GPU_GRADIENT, r.RAM_GRADIENT, _TO_RAM
 )
 LOAD_SUM = _load(
     "load_sum",
@@ -500,11 +333,7 @@ LOAD_SUM = _load(
     Move("gradient", "in", "gpu"),
 )
 STORE_GRADIENT_PART = _store(
-    "store_gradient_part",
-    "copies a part of a gradient from the GPU",
-    r.GPU_GRADIENT,
-    r.RAM_PART_STAGE,
-    Move("gradient", "out", "ram"),
+    "store_gradient_part", "copies a part of a gradient from the GPU", r.GPU_GRADIENT, r.RAM_PART_STAGE, _TO_RAM
 )
 WRITE_GRADIENT = _write(
     "write_gradient", "writes a part of a gradient", r.RAM_PART_STAGE, r.NVME_GRADIENT, _GRADIENT_LEAVES
@@ -522,20 +351,22 @@ UPDATE = _action(
 READ_STATE = _read(
     "read_state",
     "reads a part of the state",
-    (r.NVME_STATE, r.NVME_GRADIENT),
+    r.NVME_STATE,
     r.RAM_STATE_STAGE,
     Move("state", "in", "ram"),
+    also=r.NVME_GRADIENT,
 )
 _STATE_LEAVES = Move("state", "out", "home")
 WRITE_STATE = _write(
-    "write_state", "writes a part of the state", (r.RAM_STATE_STAGE, r.GENERATION), r.NVME_STATE, _STATE_LEAVES
+    "write_state", "writes a part of the state", r.RAM_STATE_STAGE, r.NVME_STATE, _STATE_LEAVES, also=r.GENERATION
 )
 CHECKPOINT_STATE = _write(
     "checkpoint_state",
     "writes a part of the state in RAM, for a commit",
-    (r.RAM_STATE, r.GENERATION),
+    r.RAM_STATE,
     r.NVME_STATE,
     _STATE_LEAVES,
+    also=r.GENERATION,
 )
 STAGE_STATE = _store(
     "stage_state", "copies a part of the state from the GPU, for a commit", r.GPU_STATE, r.RAM_PART_STAGE, _STATE_LEAVES
@@ -543,8 +374,9 @@ STAGE_STATE = _store(
 CHECKPOINT_STAGED = _write(
     "checkpoint_staged",
     "writes a part of the state on the GPU, for a commit",
-    (r.RAM_PART_STAGE, r.GENERATION),
+    r.RAM_PART_STAGE,
     r.NVME_STATE,
+    also=r.GENERATION,
 )
 
 # ---------------------------------------------------------------------- once a step

@@ -51,8 +51,7 @@ class ActivationSchedule:
         self.kv = Slots("gpu.kv", KV_SLOTS)
         self.dkv = Slots("gpu.dkv", DKV_SLOTS)
         self._summed: list[Any] = [None] * plan.window_chunks
-        """Streamed: whose gradients of keys and values each chunk's part of the window in RAM holds, or one of the
-        slots."""
+        """Streamed: whose gradients of keys and values each chunk's part of the window holds, or a slot."""
 
     def begin(self, chunks: Sequence[Chunk], documents: Sequence[Sequence[int]] | None) -> None:
         """What is emitted from now on is about these chunks, of each micro-batch the first ones."""
@@ -145,25 +144,22 @@ class ActivationSchedule:
         self._move(a.SPILL[kind], layer, chunk, [source], [r.spilled(kind, *key)], slots)
 
     def _unspill(self, kind: str, layer: int, chunk: Chunk, *, keep: bool = False) -> int:
-        """Read a saved activation back; the stage that it is in, free for others once the next op has emptied it.
-
-        The read lane runs ahead of the computation by as many stages as there are. The file goes unless `keep`.
-        """
+        """Read a saved activation back; the stage that it is in, free for others once the next op has emptied it. The
+        read lane runs ahead of the computation by as many stages as there are. The file goes unless `keep`."""
         stage = self._stages.take((kind, layer, chunk.index))
         self._stages.release(stage)
-        self._emit_unspill(kind, layer, chunk, r.resource(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep)
+        self._read_back(kind, layer, chunk, r.resource(r.RAM_ACTIVATION_STAGE, stage), {a.STAGE: stage}, keep=keep)
         return stage
 
-    def _emit_unspill(
-        self, kind: str, layer: int, chunk: Chunk, target: Resource, slots: dict[str, int], keep: bool
+    def _read_back(
+        self, kind: str, layer: int, chunk: Chunk, target: Resource, slots: dict[str, int], *, keep: bool = False
     ) -> None:
         key = self.key(layer, chunk)
         file = r.spilled(kind, *key)
-        if not keep:
-            self._on_nvme.remove((kind, *key))
         if keep:
             self._move(a.PEEK[kind], layer, chunk, [file], [target], slots)
         else:  # a file that goes with its content is written as well as read
+            self._on_nvme.remove((kind, *key))
             self._move(a.UNSPILL[kind], layer, chunk, [], [file, target], slots)
 
     def _discard(self, kind: str, layer: int, chunk: Chunk) -> None:
@@ -174,72 +170,56 @@ class ActivationSchedule:
             file = r.spilled(kind, *key)
             self._emit(a.DISCARD[kind], self._plan.blocks[layer].name, chunk.index, writes=[file])
 
-    # ------------------------------------------------------------------ attention's output and log-sum-exp
+    # ------------------------------------------------------------------ attention's output, graphs, keys and values
 
-    def load_saved(self, layer: int, chunk: Chunk) -> int:
-        """Slot with attention's output and log-sum-exp, loaded unless it is still there."""
-        content = self.content(layer, chunk)
-        slot = self.pool("saved").find(content)
+    def load_saved(self, kind: str, layer: int, chunk: Chunk) -> int:
+        """Slot with attention's output and log-sum-exp, or with what a graph holds, loaded unless it is still there."""
+        content, pool = self.content(layer, chunk), self.pool(kind)
+        slot = pool.find(content)
         if slot is not None:
-            self._discard("saved", layer, chunk)
+            self._discard(kind, layer, chunk)
             return slot
-        slot = self.pool("saved").take(content)
-        region = r.saved_activation("saved", *self.key(layer, chunk))
-        if layer in self._plan.recomputed:
-            region = r.resource(r.RAM_WINDOW_SAVED, chunk.local)
-        self._load_part("saved", layer, chunk, region, [r.saved(slot)], {a.SLOT: slot})
+        slot = pool.take(content)
+        self._restore(kind, layer, chunk, self._saved_region(kind, layer, chunk), slot)
         return slot
 
-    def store_saved(self, layer: int, chunk: Chunk, slot: int, mode: Mode) -> None:
-        """Attention's output and log-sum-exp leave, unless backward makes them again, has them where they are or never
-        comes."""
-        key, recomputed = self.key(layer, chunk), layer in self._unsaved
-        if mode == "evaluate" or key in self._plan.saved_graphs or (recomputed and mode == "forward"):
+    def store_saved(self, kind: str, mode: Mode, layer: int, chunk: Chunk, slot: int) -> None:
+        """What is saved beside the input leaves, unless backward makes it again, has it where it is or never comes."""
+        if kind == a.SAVED and (
+            mode == "evaluate"
+            or self.key(layer, chunk) in self._plan.saved_graphs
+            or (layer in self._unsaved and mode == "forward")
+        ):
             return
-        region = r.resource(r.RAM_WINDOW_SAVED, chunk.local) if recomputed else r.saved_activation("saved", *key)
-        self._store_part("saved", mode, layer, chunk, r.saved(slot), region, {a.SLOT: slot})
+        self._offload(kind, mode, layer, chunk, slot, self._saved_region(kind, layer, chunk))
 
-    # ------------------------------------------------------------------ offloaded graphs
+    def _saved_region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
+        if kind == a.SAVED and layer in self._unsaved:
+            return r.resource(r.RAM_WINDOW_SAVED, chunk.local)
+        return r.saved_activation(kind, *self.key(layer, chunk))
 
-    def load_graph(self, layer: int, chunk: Chunk) -> int:
-        """Slot with what a chunk's graph holds, loaded unless it is still there."""
-        content = self.content(layer, chunk)
-        slot = self.pool("graph").find(content)
-        if slot is not None:
-            self._discard("graph", layer, chunk)
-            return slot
-        slot = self.pool("graph").take(content)
-        region = r.saved_activation("graph", *self.key(layer, chunk))
-        self._load_part("graph", layer, chunk, region, [r.graph_slot(slot)], {a.SLOT: slot})
-        return slot
+    def _slots(self, kind: str, index: int) -> dict[str, int]:
+        """The slot of a copy; a window has none."""
+        return {} if kind == a.KV and not self._plan.streamed else {a.SLOT: index}
 
-    def store_graph(self, layer: int, chunk: Chunk, slot: int) -> None:
-        """What a chunk's graph holds leaves its slot."""
-        region = r.saved_activation("graph", *self.key(layer, chunk))
-        self._store_part("graph", "forward", layer, chunk, r.graph_slot(slot), region, {a.SLOT: slot})
-
-    # ------------------------------------------------------------------ offload and restore
-
-    def _load_part(
-        self, kind: str, layer: int, chunk: Chunk, region: Resource, targets: list[Resource], slots: dict[str, int]
+    def _restore(
+        self, kind: str, layer: int, chunk: Chunk, region: Resource, index: int, written: list[Resource] | None = None
     ) -> None:
+        slots, written = self._slots(kind, index), written or [r.activation(kind, index)]
         if (kind, *self.key(layer, chunk)) in self._on_nvme:
             slots[a.STAGE] = self._unspill(kind, layer, chunk)
             region = r.resource(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
-        self._move(a.LOAD[kind], layer, chunk, [region], targets, slots)
+        self._move(a.LOAD[kind], layer, chunk, [region], written, slots)
 
-    def _store_part(
-        self, kind: str, mode: Mode, layer: int, chunk: Chunk, source: Resource, region: Resource, slots: dict[str, int]
-    ) -> None:
+    def _offload(self, kind: str, mode: Mode, layer: int, chunk: Chunk, index: int, region: Resource) -> None:
         """Move to RAM; on to NVMe through a stage if the chunk is spilled."""
-        spilled = (
-            self.key(layer, chunk) in self._plan.spilled and layer not in self._plan.recomputed and mode != "evaluate"
-        )
+        slots, stays = self._slots(kind, index), layer in self._plan.recomputed or mode == "evaluate"
+        spilled = not stays and self.key(layer, chunk) in self._plan.spilled
         staged = spilled and region[0] != r.RAM_WINDOW_KV
         if staged:
             slots[a.STAGE] = self._stages.take((kind, layer, chunk.index))
             region = r.resource(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
-        self._move(a.STORE[kind], layer, chunk, [source], [region], slots)
+        self._move(a.STORE[kind], layer, chunk, [r.activation(kind, index)], [region], slots)
         if spilled:
             self._spill(kind, layer, chunk, region, {k: v for k, v in slots.items() if k != a.SLOT})
         if staged:
@@ -254,17 +234,17 @@ class ActivationSchedule:
     def window(self, chunk: Chunk) -> list[Resource]:
         """The parts of its window of a chunk and of those before it."""
         index = self._window_index(chunk)
-        return [r.kv(i) for i in range(index - chunk.local, index + 1)]
+        return [r.activation(a.KV, i) for i in range(index - chunk.local, index + 1)]
 
     def write_window(self, layer: int, chunk: Chunk) -> list[Resource]:
         """The chunk's part of the window is about to be written: that part, and all others of the window where another
         layer was of other widths, whose parts lie elsewhere in the same memory."""
         index = self._window_index(chunk)
-        written = [r.kv(index)]
+        written = [r.activation(a.KV, index)]
         if not self._fits_window(layer, chunk):
             self._widths[chunk.micro_batch % self._plan.windows] = _widths(self._plan.blocks[layer])
             first = index - chunk.local
-            written += [r.kv(i) for i in range(first, first + self._window_chunks) if i != index]
+            written += [r.activation(a.KV, i) for i in range(first, first + self._window_chunks) if i != index]
             self._window[first : first + self._window_chunks] = [None] * self._window_chunks
         self._window[index] = self.content(layer, chunk)
         return written
@@ -276,8 +256,7 @@ class ActivationSchedule:
     def store_window(self, layer: int, chunk: Chunk) -> None:
         """Keys and values leave, unless backward makes them again or never comes."""
         if layer not in self._unsaved:
-            region = r.saved_activation("kv", *self.key(layer, chunk))
-            self._store_part("kv", "forward", layer, chunk, r.kv(self._window_index(chunk)), region, {})
+            self.store_saved(a.KV, "forward", layer, chunk, self._window_index(chunk))
 
     def load_window(self, layer: int, chunk: Chunk) -> None:
         """Bring a chunk's keys and values to its part of the window, unless they are there."""
@@ -286,7 +265,7 @@ class ActivationSchedule:
             self._discard("kv", layer, chunk)
             return
         written = self.write_window(layer, chunk)
-        self._load_part("kv", layer, chunk, r.saved_activation("kv", *self.key(layer, chunk)), written, {})
+        self._restore(a.KV, layer, chunk, self._saved_region(a.KV, layer, chunk), index, written)
 
     def load_whole_window(self, layer: int, chunk: Chunk) -> None:
         """Bring keys and values of all chunks of a chunk's micro-batch."""
@@ -318,10 +297,8 @@ class ActivationSchedule:
     # ------------------------------------------------------------------ keys and values, streamed
 
     def keys(self, layer: int, chunk: Chunk) -> list[Chunk]:
-        """The chunks before `chunk` whose keys some of its queries may see.
-
-        The order alternates from chunk to chunk, so that the last ones of a chunk serve the next one from their slots.
-        """
+        """The chunks before `chunk` whose keys some of its queries may see. The order alternates from chunk to chunk,
+        so that the last ones of a chunk serve the next one from their slots."""
         reach = self._plan.blocks[layer].sliding_window
         if self._documents is not None:
             starts = self._documents[chunk.micro_batch]
@@ -349,7 +326,7 @@ class ActivationSchedule:
             return  # nobody reads them, or backward makes them again before
         if region[0] == r.RAM_WINDOW_KV:
             self._window[chunk.local] = self.content(layer, chunk)
-        self._store_part("kv", mode, layer, chunk, r.kv(slot), region, {a.SLOT: slot})
+        self._offload(a.KV, mode, layer, chunk, slot, region)
 
     def load_kv(self, layer: int, chunk: Chunk) -> int:
         """Slot with a chunk's keys and values, loaded unless they are there; pinned."""
@@ -357,19 +334,18 @@ class ActivationSchedule:
         slot = self.kv.find(content)
         if slot is None:
             slot = self.kv.take(content)
-            self._move(a.LOAD["kv"], layer, chunk, [self._kv_region(layer, chunk)], [r.kv(slot)], {a.SLOT: slot})
+            region = self._kv_region(layer, chunk)
+            self._move(a.LOAD[a.KV], layer, chunk, [region], [r.activation(a.KV, slot)], {a.SLOT: slot})
         return slot
 
     def restore_window(self, layer: int, chunk: Chunk) -> None:
         """Before backward of a micro-batch whose last chunk is `chunk`: spilled keys and values come back to RAM."""
         for other in reversed(self.streams[chunk.micro_batch]):
-            if ("kv", *self.key(layer, other)) not in self._on_nvme:
-                continue
             if self._window[other.local] == self.content(layer, other):
-                self._discard("kv", layer, other)
-                continue
-            self._window[other.local] = self.content(layer, other)
-            self._emit_unspill("kv", layer, other, r.resource(r.RAM_WINDOW_KV, other.local), {}, False)
+                self._discard(a.KV, layer, other)
+            elif (a.KV, *self.key(layer, other)) in self._on_nvme:
+                self._window[other.local] = self.content(layer, other)
+                self._read_back(a.KV, layer, other, r.resource(r.RAM_WINDOW_KV, other.local), {})
 
     def load_dkv(self, layer: int, chunk: Chunk) -> tuple[int, bool]:
         """Slot with the gradients of a chunk's keys and values summed so far, pinned; True where there are none yet."""
@@ -380,13 +356,13 @@ class ActivationSchedule:
             slot = self.dkv.take(content)
             if not new:
                 there = r.resource(r.RAM_WINDOW_DKV, chunk.local)
-                self._move(a.LOAD["dkv"], layer, chunk, [there], [r.dkv(slot)], {a.SLOT: slot})
+                self._move(a.LOAD[a.DKV], layer, chunk, [there], [r.activation(a.DKV, slot)], {a.SLOT: slot})
         return slot, new
 
     def store_dkv(self, layer: int, chunk: Chunk, slot: int) -> None:
         """The sum so far leaves for RAM; it stays in its slot until that is wanted."""
         there = r.resource(r.RAM_WINDOW_DKV, chunk.local)
-        self._move(a.STORE["dkv"], layer, chunk, [r.dkv(slot)], [there], {a.SLOT: slot})
+        self._move(a.STORE[a.DKV], layer, chunk, [r.activation(a.DKV, slot)], [there], {a.SLOT: slot})
         self.dkv.release(slot, keep=True)
 
 

@@ -1,11 +1,9 @@
 """The schedule: a pass as a list of ops with every dependency, pure data, no torch.
 
 `ScheduleBuilder` emits ops in program order. Each op names the resources (slots, regions, parts on disk) that it reads
-and writes, and its dependencies follow from them (schedule/ops.py). Slots are assigned here, statically. Any execution
-that respects the dependencies therefore computes the same bits.
-
-The tables live on from one step to the next, so that ops of step s+1 depend on ops of step s where they share a
-resource, and on nothing else: the optimizer's updates of step s run under the forward pass of step s+1.
+and writes, and its dependencies follow (schedule/ops.py). Slots are assigned here, statically: any execution that
+respects the dependencies computes the same bits. The tables live on from one step to the next, so that ops of step s+1
+depend on ops of step s only where they share a resource: the updates of step s run under the forward pass of step s+1.
 """
 
 from __future__ import annotations
@@ -13,7 +11,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.engine.plan.activations import BETWEEN, GRADIENT_OF
 from penstock.engine.plan.plan import Plan
@@ -43,20 +42,17 @@ def _read(slots: Mapping[str, int], made: Container[str]) -> list[Resource]:
 class _Operands:
     """What a block's compute ops read and write, whichever of them it is."""
 
-    weights: list[Resource]
-    weight_slots: dict[str, int]
-    gradients: list[Resource]
-    gradient_slots: dict[str, int]
-    zero: list[str]
+    slots: dict[str, int] = field(default_factory=dict)
+    """Of weights and gradients."""
+    weights: list[Resource] = field(default_factory=list)
+    gradients: list[Resource] = field(default_factory=list)
+    zero: list[str] = field(default_factory=list)
     """Flags of the gradients that begin with this chunk."""
 
 
 class ScheduleBuilder:
-    """Emits the ops of consecutive passes.
-
-    Those of a pass are preceded block by block by the updates of the gradient that still waits; `finish` is the updates
-    alone.
-    """
+    """Emits the ops of consecutive passes. Those of a pass are preceded block by block by the updates of the gradient
+    that still waits; `finish` is the updates alone."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -164,10 +160,8 @@ class ScheduleBuilder:
         self._samples.begin(self._pass.read_tokens, sum(chunk.end - chunk.start for chunk in group.chunks))
 
     def _prepare(self, visits: list[Task], visit: int, commit: bool, turns: int) -> list[Load]:
-        """Update, where this step has not yet, the block of `visit`, ahead of its first op.
-
-        Returns what fetches its weights, and the sums of its gradient, to be emitted in `turns` turns.
-        """
+        """Update, where this step has not yet, the block of `visit`, ahead of its first op. Returns what fetches its
+        weights, and the sums of its gradient, to be emitted in `turns` turns."""
         if visit >= len(visits):
             return []
         task = visits[visit]
@@ -190,11 +184,9 @@ class ScheduleBuilder:
         return loads
 
     def _end_visit(self, task: Task, visits: list[Task]) -> list[tuple[int, deque[Load]]]:
-        """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do.
-
-        Returns of those that wait for the next group the visit with whose end they have to be gone, and what moves
-        them, to be emitted between small copies that are wanted sooner.
-        """
+        """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do. Returns
+        of those that wait for the next group the visit with whose end they have to be gone, and what moves them, to be
+        emitted between small copies that are wanted sooner."""
         block = self._plan.blocks[task.layer]
         self._state.release(block)
         done = task.chunk is task.group.chunks[0] if task.mode == "backward" else task.mode == "loss"
@@ -204,10 +196,8 @@ class ScheduleBuilder:
                 if task.group is self._pass.groups[-1]:
                     self._state.close_gradient(name)
                     continue
-                stores, until = (
-                    deque(self._state.suspend_gradient(name)),
-                    self._offload_deadline(task.visit, name, visits),
-                )
+                stores = deque(self._state.suspend_gradient(name))
+                until = self._offload_deadline(task.visit, name, visits)
                 if until > task.visit:
                     offloading.append((until, stores))
                 else:
@@ -237,7 +227,7 @@ class ScheduleBuilder:
         has_graph = task.mode == "backward" and key in self._plan.saved_graphs
         loaded: dict[str, int] = {}
         if has_graph and key in self._plan.offloaded_graphs:
-            loaded[a.GRAPH] = self._activations.load_graph(layer, chunk)
+            loaded[a.GRAPH] = self._activations.load_saved(a.GRAPH, layer, chunk)
         if task.mode == "generate" and task.first:
             self._samples.open(layer)
         kinds = block.saved_inputs if task.mode == "backward" else block.input_kinds if block.inputs else ()
@@ -247,7 +237,7 @@ class ScheduleBuilder:
         for kind in kinds:
             loaded[kind] = self._activations.load(kind, task.mode, layer, chunk)
         if task.mode == "backward" and block.attends and not has_graph:
-            loaded[a.SAVED] = self._activations.load_saved(layer, chunk)
+            loaded[a.SAVED] = self._activations.load_saved(a.SAVED, layer, chunk)
         return loaded
 
     def _compute(self, task: Task, loaded: dict[str, int]) -> None:
@@ -271,7 +261,7 @@ class ScheduleBuilder:
         else:
             self._compute_whole(task, operands, slots)
         if offloads:
-            activations.store_graph(task.layer, chunk, slots[a.GRAPH])
+            activations.store_saved(a.GRAPH, task.mode, task.layer, chunk, slots[a.GRAPH])
         for kind in outputs:
             activations.store(kind, task.mode, other, chunk, slots[_role(kind)])
         for kind in loaded.keys() & BETWEEN:
@@ -294,14 +284,14 @@ class ScheduleBuilder:
 
     def _operands(self, task: Task) -> _Operands:
         block, state = self._plan.blocks[task.layer], self._state
-        operands = _Operands([], {}, [], {}, [])
+        operands = _Operands()
         for name in block.buffers:
             operands.weights.append(state.weights(name))
-            operands.weight_slots[name] = state.weight_slot.get(name, WHOLE)
+            operands.slots[name] = state.weight_slot.get(name, WHOLE)
             if task.mode in WITH_GRADIENTS and not self._plan.buffers[name].frozen:
                 if state.open_gradient(name):
                     operands.zero.append(a.zero(name))
-                operands.gradient_slots[a.gradient_of(name)] = state.gradient_slot[name]
+                operands.slots[a.gradient_of(name)] = state.gradient_slot[name]
                 operands.gradients.append(state.gradient(name))
         return operands
 
@@ -329,22 +319,16 @@ class ScheduleBuilder:
         flags = [*flags, *operands.zero]
         key = self._activations.key(task.layer, task.chunk)
         if not self._emitter.batch and key in self._plan.saved_graphs:
-            writes.append(r.saved_graph(*key))
+            writes.append(r.resource(r.GPU_GRAPH, *key))
             flags.append(a.SAVED_GRAPH)
             if a.GRAPH in slots:
-                held = r.graph_slot(slots[a.GRAPH])
+                held = r.activation(a.GRAPH, slots[a.GRAPH])
                 if task.mode == "forward":
                     writes.append(held)
                 else:
                     reads.append(held)
         self._emit(
-            action,
-            block.name,
-            task.chunk.index,
-            reads=reads,
-            writes=writes,
-            slots=operands.weight_slots | operands.gradient_slots | slots,
-            flags=flags,
+            action, block.name, task.chunk.index, reads=reads, writes=writes, slots=operands.slots | slots, flags=flags
         )
 
     def _compute_generated(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
@@ -360,40 +344,37 @@ class ScheduleBuilder:
         window, last = activations.window(chunk), activations.ends_stream(chunk)
         if task.mode != "backward":
             slots[a.SAVED] = activations.pool(a.SAVED).take(activations.content(layer, chunk))
-            written = [*activations.write_window(layer, chunk), r.saved(slots[a.SAVED])]
+            written = [*activations.write_window(layer, chunk), r.activation(a.SAVED, slots[a.SAVED])]
             self._emit_block(task, operands, slots, reads=window[:-1], writes=written)
-            activations.store_saved(layer, chunk, slots[a.SAVED], task.mode)
+            activations.store_saved(a.SAVED, task.mode, layer, chunk, slots[a.SAVED])
             if task.mode == "forward":
                 activations.store_window(layer, chunk)
             return
         if last:
             # A micro-batch's last chunk attends to all of its keys and values.
             activations.load_whole_window(layer, chunk)
-        saved: list[Resource] = [r.saved(slots[a.SAVED])] if a.SAVED in slots else []
+        saved: list[Resource] = [r.activation(a.SAVED, slots[a.SAVED])] if a.SAVED in slots else []
         flags = [a.ZERO_DKV] if last else []
-        self._emit_block(task, operands, slots, reads=[*window, *saved], writes=[r.dkv()], flags=flags)
+        self._emit_block(task, operands, slots, reads=[*window, *saved], writes=[r.resource(r.GPU_DKV)], flags=flags)
         activations.load_window_ahead(layer, chunk)
 
     # ------------------------------------------------------------------ keys and values in pieces
 
     def _compute_streamed(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
-        """A layer whose keys and values pass through the compute device chunk by chunk.
-
-        Its op is cut in three: up to attention, attention over each chunk of keys, and the rest.
-        """
+        """A layer whose keys and values pass through the compute device chunk by chunk. Its op is cut in three: up to
+        attention, attention over each chunk of keys, and the rest."""
         if task.mode == "backward":
             self._backward_streamed(task, operands, slots)
             return
         layer, chunk, activations = task.layer, task.chunk, self._activations
+        emit = partial(self._emit, block=self._plan.blocks[layer].name, index=chunk.index)
         own = activations.kv.take(activations.content(layer, chunk))
         slots[a.SAVED] = activations.pool(a.SAVED).take(activations.content(layer, chunk))
-        self._emit(
+        emit(
             a.LAYER_PROJECT,
-            self._plan.blocks[layer].name,
-            chunk.index,
-            reads=[*operands.weights, r.hidden(slots[a.X])],
-            writes=[r.resource(r.GPU_QUERIES), r.kv(own)],
-            slots=operands.weight_slots | {a.X: slots[a.X], a.KV: own},
+            reads=[*operands.weights, r.activation(a.X, slots[a.X])],
+            writes=[r.resource(r.GPU_QUERIES), r.activation(a.KV, own)],
+            slots=operands.slots | {a.X: slots[a.X], a.KV: own},
         )
         activations.store_kv(layer, chunk, own, task.mode)
         activations.kv.release(own, keep=True)
@@ -401,66 +382,55 @@ class ScheduleBuilder:
         for other in keys:
             kv = activations.load_kv(layer, other)
             flags = [a.FIRST] * (other is keys[0]) + [a.LAST] * (other is keys[-1])
-            saved: list[Resource] = [r.saved(slots[a.SAVED])] if other is keys[-1] else []
-            self._emit(
+            saved: list[Resource] = [r.activation(a.SAVED, slots[a.SAVED])] if other is keys[-1] else []
+            emit(
                 a.ATTEND,
-                self._plan.blocks[layer].name,
-                chunk.index,
-                reads=[r.resource(r.GPU_QUERIES), r.kv(kv)],
+                reads=[r.resource(r.GPU_QUERIES), r.activation(a.KV, kv)],
                 writes=[r.resource(r.GPU_PARTIAL), *saved],
                 slots={a.KV: kv, a.KEYS: other.index, a.SAVED: slots[a.SAVED]},
                 flags=flags,
             )
             activations.kv.release(kv, keep=True)
-        activations.store_saved(layer, chunk, slots[a.SAVED], task.mode)
+        activations.store_saved(a.SAVED, task.mode, layer, chunk, slots[a.SAVED])
         if task.mode != "recompute":
             action = a.LAYER_FORWARD_BOTTOM if task.mode == "forward" else a.LAYER_EVALUATE_BOTTOM
-            self._emit_block(task, operands, slots, action, reads=[r.saved(slots[a.SAVED])])
+            self._emit_block(task, operands, slots, action, reads=[r.activation(a.SAVED, slots[a.SAVED])])
 
     def _backward_streamed(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
         layer, chunk, activations = task.layer, task.chunk, self._activations
-        name, key = self._plan.blocks[layer].name, activations.key(layer, chunk)
+        emit = partial(self._emit, block=self._plan.blocks[layer].name, index=chunk.index)
+        key = activations.key(layer, chunk)
         has_graph = key in self._plan.saved_graphs
         if activations.ends_stream(chunk):
             activations.restore_window(layer, chunk)
-        graph = r.saved_graph(*key) if has_graph else r.resource(r.GPU_GRAPH)
-        saved: list[Resource] = [] if has_graph else [r.saved(slots[a.SAVED])]
+        graph = r.resource(r.GPU_GRAPH, *key) if has_graph else r.resource(r.GPU_GRAPH)
+        saved: list[Resource] = [] if has_graph else [r.activation(a.SAVED, slots[a.SAVED])]
         inputs = _read(slots, {_role(kind) for kind in self._outputs(task)[0]})
-        self._emit(
+        emit(
             a.LAYER_BACKWARD_TOP,
-            name,
-            chunk.index,
             reads=[*operands.weights, *inputs, *saved],
             writes=[*operands.gradients, graph, r.resource(r.GPU_QUERIES), r.resource(r.GPU_DOUT)],
-            slots=operands.weight_slots | operands.gradient_slots | slots,
+            slots=operands.slots | slots,
             flags=[*operands.zero, *([a.SAVED_GRAPH] if has_graph else [])],
         )
-        keys = [*activations.keys(layer, chunk), chunk]
+        keys, held = [*activations.keys(layer, chunk), chunk], [graph] if has_graph else saved
+        of_saved = {role: slot for role, slot in slots.items() if role == a.SAVED}
         dkv = WHOLE
         for other in keys:
             kv, (dkv, new) = activations.load_kv(layer, other), activations.load_dkv(layer, other)
             flags = [a.ZERO_DKV] * new + [a.FIRST] * (other is keys[0]) + [a.SAVED_GRAPH] * has_graph
-            self._emit(
+            emit(
                 a.ATTEND_BACKWARD,
-                name,
-                chunk.index,
-                reads=[
-                    r.resource(r.GPU_QUERIES),
-                    r.resource(r.GPU_DOUT),
-                    r.kv(kv),
-                    *saved,
-                    *([graph] if has_graph else []),
-                ],
-                writes=[r.resource(r.GPU_PARTIAL), r.dkv(dkv)],
-                slots={role: slots[role] for role in (a.SAVED,) if role in slots}
-                | {a.KV: kv, a.DKV: dkv, a.KEYS: other.index},
+                reads=[r.resource(r.GPU_QUERIES), r.resource(r.GPU_DOUT), r.activation(a.KV, kv), *held],
+                writes=[r.resource(r.GPU_PARTIAL), r.activation(a.DKV, dkv)],
+                slots=of_saved | {a.KV: kv, a.DKV: dkv, a.KEYS: other.index},
                 flags=flags,
             )
             activations.kv.release(kv, keep=other is not chunk)
             if other is not chunk:
                 activations.store_dkv(layer, other, dkv)
         operands.zero = []
-        sums: list[Resource] = [r.resource(r.GPU_PARTIAL), r.dkv(dkv)]
+        sums: list[Resource] = [r.resource(r.GPU_PARTIAL), r.activation(a.DKV, dkv)]
         self._emit_block(task, operands, slots | {a.DKV: dkv}, a.LAYER_BACKWARD_BOTTOM, reads=sums, writes=[graph])
         activations.dkv.release(dkv)
 

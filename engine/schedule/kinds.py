@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from penstock.engine.branches.base import BRANCHES
 from penstock.engine.schedule import actions as a
 
 Mode = Literal["forward", "score", "loss", "recompute", "backward", "evaluate", "generate"]
-"""What a visit to a block does. "score" finds the log-probabilities of a chunk's targets, for an objective that needs
-those of whole sequences; "loss" is forward and backward of the block that ends the graph at once, so that a
-chunk's logits die where they are made; "recompute" computes the keys, values and attention of a layer that saved its
-input only; "evaluate" is forward with no backward to follow: what it finds is not saved, and hidden states wait where a
-step's do, none on NVMe; "generate" is the same of samples, whose keys and values have memory of their own
-(engine/schedule/samples.py)."""
+"""What a visit to a block does. "score" finds the log-probabilities of a chunk's targets, for an objective over whole
+sequences; "loss" is forward and backward of the last block at once, so that a chunk's logits die where they are made;
+"recompute" computes keys, values and attention of a layer that saved its input only; "evaluate" is forward with no
+backward to follow: nothing is saved, and hidden states wait in RAM or their slots; "generate" is the same of samples,
+whose keys and values have memory of their own (engine/schedule/samples.py)."""
 
 ONWARD: frozenset[Mode] = frozenset({"forward", "evaluate", "generate"})
 """Modes whose result is an input of the blocks that follow."""
 WITH_GRADIENTS: frozenset[Mode] = frozenset({"loss", "backward"})
 """Modes that add to the gradients of a block's parameters."""
 
-KINDS: dict[str, Mapping[Mode, a.Action]] = {
-    "embed": {
-        "forward": a.EMBED_FORWARD,
-        "backward": a.EMBED_BACKWARD,
-        "evaluate": a.EMBED_EVALUATE,
-        "generate": a.EMBED_GENERATE,
-    },
-    "layer": {
-        "forward": a.LAYER_FORWARD,
-        "recompute": a.LAYER_RECOMPUTE,
-        "backward": a.LAYER_BACKWARD,
-        "evaluate": a.LAYER_EVALUATE,
-        "generate": a.LAYER_GENERATE,
-    },
-    "head": {"score": a.HEAD_SCORE, "loss": a.HEAD, "evaluate": a.HEAD_EVALUATE, "generate": a.HEAD_GENERATE},
-    **{
-        kind: {
-            "forward": a.BRANCH_FORWARD[kind],
-            "backward": a.BRANCH_BACKWARD[kind],
-            "evaluate": a.BRANCH_EVALUATE[kind],
-            "generate": a.BRANCH_GENERATE[kind],
-        }
-        for kind in BRANCHES
-    },
+KINDS: dict[str, dict[Mode, a.Action]] = {
+    kind: {mode: a.ACTIONS[name] for mode in get_args(Mode) if (name := f"{kind}_{mode}") in a.ACTIONS}
+    for kind in ("embed", "layer", "head", *BRANCHES)
 }
-"""Kind of block -> mode -> what computes the block whole."""
+"""Kind of block -> mode -> what computes the block whole: the action of both names."""
+KINDS["head"]["loss"] = a.HEAD

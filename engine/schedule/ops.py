@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from penstock.engine.events import Span
-from penstock.engine.schedule.actions import Action, Lane
+from penstock.engine.schedule.action import Action, Lane
 from penstock.engine.schedule.resources import Resource
 
 WHOLE = -1

@@ -57,50 +57,15 @@ def resource(space: str, *where: str | int) -> Resource:
 
     By buffer: what is resident, and what a whole buffer has in RAM; with its part, and by itself its kind, on NVMe. By
     pool and slot: weights and gradients on the compute device. By slot: stages in RAM. By the index of a chunk in its
-    group: the boundary between two blocks; by that in its micro-batch: one layer's pass. By nothing: what there is one
-    of.
+    group: the boundary between two blocks; by that in its micro-batch: one layer's pass; by block and that of the
+    group: a saved graph. By nothing: what there is one of, such as the gradients of a whole window of keys and values.
     """
     return (space, *where)
 
 
-def weight_slot(pool: str, slot: int) -> Resource:
-    """Weights in a slot on the compute device."""
-    return (GPU_WEIGHTS, pool, slot)
-
-
-def activation(kind: str, slot: int) -> Resource:
-    """An activation of a chunk in a slot on the compute device."""
-    return (ACTIVATIONS[kind].gpu, slot)
-
-
-def hidden(slot: int) -> Resource:
-    """A chunk's hidden state, or its gradient, on the compute device."""
-    return (GPU_HIDDEN, slot)
-
-
-def saved(slot: int) -> Resource:
-    """Attention's output and log-sum-exp of a chunk, on the compute device."""
-    return (GPU_SAVED, slot)
-
-
-def kv(index: int) -> Resource:
-    """Keys and values on the compute device: at a chunk's index in the window, or in a slot where they are streamed."""
-    return (GPU_KV, index)
-
-
-def dkv(slot: int | None = None) -> Resource:
-    """Gradients of keys and values: of the whole window, or of the chunk in a slot."""
-    return (GPU_DKV,) if slot is None else (GPU_DKV, slot)
-
-
-def saved_graph(block: int, chunk: int) -> Resource:
-    """The graph of a layer's chunk that waits for its backward."""
-    return (GPU_GRAPH, block, chunk)
-
-
-def graph_slot(slot: int) -> Resource:
-    """What such a graph holds, on the compute device, on its way to or from elsewhere."""
-    return (GPU_GRAPH_SLOT, slot)
+def activation(kind: str, index: int) -> Resource:
+    """An activation of a chunk on the compute device: by its slot, or by the chunk's index in a whole window."""
+    return (ACTIVATIONS[kind].gpu, index)
 
 
 def saved_activation(kind: str, block: int, chunk: int) -> Resource:

@@ -35,35 +35,27 @@ class SampleSchedule:
             return
         self._stage[block] = self._stages.take(block)
         if self._read_tokens and block in self._cached:
-            self._move(a.LOAD_SAMPLE_KV, block, self._read_tokens, self._in_ram(block), self._on_gpu(block))
+            self._copy(a.LOAD_SAMPLE_KV, block, self._read_tokens)
 
     def close(self, block: int) -> None:
         """Offload what the pass has added, and let the stage go."""
         if block in self._cached:
-            self._move(a.STORE_SAMPLE_KV, block, self._new_tokens, self._on_gpu(block), self._in_ram(block))
+            self._copy(a.STORE_SAMPLE_KV, block, self._new_tokens)
         if block in self._layers and not self._stay:
             self._stages.release(self._stage.pop(block))
 
     def operands(self, block: int) -> tuple[list[Resource], dict[str, int]]:
-        """What a layer that runs adds to, in which slot it is and how many tokens it reads there; nothing of a layer
-        without attention."""
+        """What a layer adds to, in which slot that is and how many tokens it reads there; nothing without attention."""
         if block not in self._layers:
             return [], {}
-        return [self._on_gpu(block)], {a.SAMPLE_KV: self._stage[block], a.READ_TOKENS: self._read_tokens}
+        return [r.resource(r.GPU_SAMPLE_KV, self._stage[block])], {
+            a.SAMPLE_KV: self._stage[block],
+            a.READ_TOKENS: self._read_tokens,
+        }
 
-    def _on_gpu(self, block: int) -> Resource:
-        return r.resource(r.GPU_SAMPLE_KV, self._stage[block])
-
-    def _in_ram(self, block: int) -> Resource:
-        return r.resource(r.RAM_SAMPLE_KV, block)
-
-    def _move(self, action: a.Action, block: int, tokens: int, source: Resource, target: Resource) -> None:
-        shape = self._plan.blocks[block]
-        self._emit(
-            action,
-            shape.name,
-            reads=[source],
-            writes=[target],
-            nbytes=tokens * shape.kv_bytes_per_token,
-            slots={a.SAMPLE_KV: self._stage[block]},
-        )
+    def _copy(self, action: a.Action, block: int, tokens: int) -> None:
+        shape, stage = self._plan.blocks[block], self._stage[block]
+        ends = [r.resource(r.GPU_SAMPLE_KV, stage)], [r.resource(r.RAM_SAMPLE_KV, block)]
+        target, source = ends if action is a.LOAD_SAMPLE_KV else ends[::-1]
+        nbytes, slots = tokens * shape.kv_bytes_per_token, {a.SAMPLE_KV: stage}
+        self._emit(action, shape.name, reads=source, writes=target, nbytes=nbytes, slots=slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from penstock.engine.plan.plan import BufferPlan, Plan
@@ -18,12 +18,6 @@ Load = Callable[[], None]
 
 LEAST_PIECE_BYTES = 16 * 2**20
 """Weights in RAM are loaded in pieces no smaller than this, 0.3 to 0.6 ms of a link."""
-
-
-def _num_pieces(nbytes: int, turns: int | None = None) -> int:
-    """Copies into which so many bytes are cut, of which there are `turns` at most."""
-    most = nbytes // LEAST_PIECE_BYTES
-    return max(1, most if turns is None else min(turns, most))
 
 
 class StateSchedule:
@@ -68,6 +62,47 @@ class StateSchedule:
         nbytes = (end - start) * item_bytes
         self._emit(action, buffer.name, part, reads=reads, writes=writes, nbytes=nbytes, slots=slots, step=step)
 
+    def _through_stage(
+        self,
+        take: a.Action,
+        bring: a.Action,
+        buffer: BufferPlan,
+        part: int,
+        source: Resource,
+        target: Resource,
+        slots: dict[str, int],
+        item_bytes: int,
+        step: int | None = None,
+        also: Sequence[Resource] = (),
+    ) -> None:
+        """Emit what brings a part through a stage in RAM; `also`: what else the second op reads."""
+        stage = self._part_stages.take((buffer.name, part))
+        staged, slots = r.resource(r.RAM_PART_STAGE, stage), {a.STAGE: stage} | slots
+        self._move(take, buffer, part, [source], [staged], slots, item_bytes, step)
+        self._move(bring, buffer, part, [staged, *also], [target], slots, item_bytes, step)
+        self._part_stages.release(stage)
+
+    def _pieces(
+        self,
+        action: a.Action,
+        buffer: BufferPlan,
+        slot: int,
+        source: Resource,
+        target: Resource,
+        item_bytes: int,
+        turns: int | None = None,
+    ) -> list[Load]:
+        """What copies a whole buffer between RAM and its slot, in `turns` pieces at most."""
+        most = buffer.numel * item_bytes // LEAST_PIECE_BYTES
+        pieces = max(1, most if turns is None else min(turns, most))
+
+        def copy(index: int) -> None:
+            start, end = buffer.piece(index, pieces)
+            nbytes, slots = (end - start) * item_bytes, {buffer.name: slot, a.PIECES: pieces}
+            self._emit(action, buffer.name, index, reads=[source], writes=[target], nbytes=nbytes, slots=slots)
+
+        return [partial(copy, index) for index in range(pieces)]
+
     # ------------------------------------------------------------------ weights
 
     def weights(self, name: str) -> Resource:
@@ -75,7 +110,7 @@ class StateSchedule:
         buffer = self._plan.buffers[name]
         if buffer.weights == "gpu":
             return r.resource(r.GPU_WEIGHTS, name)
-        return r.weight_slot(buffer.pool, self.weight_slot[name])
+        return r.resource(r.GPU_WEIGHTS, buffer.pool, self.weight_slot[name])
 
     def fetch(self, block: BlockShape, turns: int) -> list[Load]:
         """Pin slots for the weights of all buffers of `block`; what brings them there, unless they are there.
@@ -107,35 +142,19 @@ class StateSchedule:
     def _loads(self, buffer: BufferPlan, slot: int, turns: int) -> list[Load]:
         name, item = buffer.name, self._plan.problem.compute_bytes
         if buffer.weights == "ram":
-            pieces = _num_pieces(buffer.numel * item, turns)
-            return [partial(self._load_piece, buffer, slot, index, pieces) for index in range(pieces)]
+            source, target = r.resource(r.RAM_WEIGHTS, name), r.resource(r.GPU_WEIGHTS, buffer.pool, slot)
+            return self._pieces(a.LOAD_WEIGHTS, buffer, slot, source, target, item, turns)
         if self._plan.problem.device_reads:
             reads = [r.resource(r.NVME_WEIGHTS, name, part) for part in range(buffer.num_parts)]
             whole = partial(self._emit, a.READ_WEIGHTS_WHOLE, name, reads=reads, nbytes=buffer.numel * item)
-            return [partial(whole, writes=[r.weight_slot(buffer.pool, slot)], slots={name: slot})]
+            return [partial(whole, writes=[r.resource(r.GPU_WEIGHTS, buffer.pool, slot)], slots={name: slot})]
         return [partial(self._load_part, buffer, slot, part) for part in range(buffer.num_parts)]
 
-    def _load_piece(self, buffer: BufferPlan, slot: int, index: int, pieces: int) -> None:
-        """Weights in RAM to their slot, in `pieces` copies."""
-        start, end = buffer.piece(index, pieces)
-        self._emit(
-            a.LOAD_WEIGHTS,
-            buffer.name,
-            index,
-            reads=[r.resource(r.RAM_WEIGHTS, buffer.name)],
-            writes=[r.weight_slot(buffer.pool, slot)],
-            nbytes=(end - start) * self._plan.problem.compute_bytes,
-            slots={buffer.name: slot, a.PIECES: pieces},
-        )
-
     def _load_part(self, buffer: BufferPlan, slot: int, part: int) -> None:
-        """A part of weights on NVMe to its slot, through a stage in RAM."""
-        stage, item = self._part_stages.take((buffer.name, part)), self._plan.problem.compute_bytes
-        staged, slots = [r.resource(r.RAM_PART_STAGE, stage)], {a.STAGE: stage, buffer.name: slot}
-        file = r.resource(r.NVME_WEIGHTS, buffer.name, part)
-        self._move(a.READ_WEIGHTS, buffer, part, [file], staged, slots, item)
-        self._move(a.LOAD_WEIGHTS_PART, buffer, part, staged, [r.weight_slot(buffer.pool, slot)], slots, item)
-        self._part_stages.release(stage)
+        """A part of weights on NVMe to its slot."""
+        file, target = r.resource(r.NVME_WEIGHTS, buffer.name, part), r.resource(r.GPU_WEIGHTS, buffer.pool, slot)
+        item, slots = self._plan.problem.compute_bytes, {buffer.name: slot}
+        self._through_stage(a.READ_WEIGHTS, a.LOAD_WEIGHTS_PART, buffer, part, file, target, slots, item)
 
     # ------------------------------------------------------------------ gradients
 
@@ -170,64 +189,44 @@ class StateSchedule:
         buffer, slot = self._plan.buffers[name], self._place_gradient(name)
         if slot == WHOLE:
             return []
-        pieces = _num_pieces(buffer.numel * FP32, turns)
-        return [partial(self._move_sum, a.LOAD_SUM, buffer, slot, index, pieces) for index in range(pieces)]
-
-    def _move_sum(self, action: a.Action, buffer: BufferPlan, slot: int, index: int, pieces: int) -> None:
-        """Copy one of `pieces` of a gradient between its slot and where it waits between groups."""
-        start, end = buffer.piece(index, pieces)
-        here, there = [r.resource(r.GPU_GRADIENT, buffer.pool, slot)], [r.resource(r.RAM_GRADIENT, buffer.name)]
-        self._emit(
-            action,
-            buffer.name,
-            index,
-            reads=there if action is a.LOAD_SUM else here,
-            writes=here if action is a.LOAD_SUM else there,
-            nbytes=(end - start) * FP32,
-            slots={buffer.name: slot, a.PIECES: pieces},
+        return self._pieces(
+            a.LOAD_SUM, buffer, slot, r.resource(r.RAM_GRADIENT, name), self.gradient(name), FP32, turns
         )
 
     def suspend_gradient(self, name: str) -> list[Load]:
         """The gradient of `name` waits for the step's next group; what brings it to where it waits, as `fetch` does."""
-        buffer = self._plan.buffers[name]
+        buffer, source = self._plan.buffers[name], self.gradient(name)
         slot = self.gradient_slot.pop(name)
         if slot == WHOLE:
             return []
-        pieces = _num_pieces(buffer.numel * FP32)
-        stores = [partial(self._move_sum, a.STORE_SUM, buffer, slot, index, pieces) for index in range(pieces)]
+        stores = self._pieces(a.STORE_SUM, buffer, slot, source, r.resource(r.RAM_GRADIENT, name), FP32)
         return [*stores, partial(self._gradients[buffer.pool].release, slot)]
 
     def close_gradient(self, name: str) -> None:
         """The gradient of `name` is complete: take its norm and move it to where it waits."""
         buffer = self._plan.buffers[name]
-        source = [self.gradient(name)]
-        slot = self.gradient_slot.pop(name)
+        source = self.gradient(name)
+        slots = {name: self.gradient_slot.pop(name)}
         self._begun.discard(name)
-        self._emit(a.NORM, name, reads=source, writes=[r.resource(r.GPU_NORMS)], slots={name: slot})
-        if buffer.gradient == "gpu":
-            return
+        self._emit(a.NORM, name, reads=[source], writes=[r.resource(r.GPU_NORMS)], slots=slots)
         item = self._plan.problem.gradient_bytes
         if buffer.gradient == "ram":
             size, waiting = buffer.numel * item, [r.resource(r.RAM_GRADIENT, name)]
-            self._emit(a.STORE_GRADIENT, name, reads=source, writes=waiting, nbytes=size, slots={name: slot})
+            self._emit(a.STORE_GRADIENT, name, reads=[source], writes=waiting, nbytes=size, slots=slots)
         for part in range(buffer.num_parts if buffer.gradient == "nvme" else 0):
-            stage = self._part_stages.take((name, part))
-            staged, slots = [r.resource(r.RAM_PART_STAGE, stage)], {a.STAGE: stage, name: slot}
-            self._move(a.STORE_GRADIENT_PART, buffer, part, source, staged, slots, item)
-            self._move(a.WRITE_GRADIENT, buffer, part, staged, [r.resource(r.NVME_GRADIENT, name, part)], slots, item)
-            self._part_stages.release(stage)
-        if slot != WHOLE:
-            self._gradients[buffer.pool].release(slot)
+            file = r.resource(r.NVME_GRADIENT, name, part)
+            self._through_stage(a.STORE_GRADIENT_PART, a.WRITE_GRADIENT, buffer, part, source, file, slots, item)
+        if slots[name] != WHOLE:
+            self._gradients[buffer.pool].release(slots[name])
 
     # ------------------------------------------------------------------ optimizer
 
     def update(self, name: str, *, write_through: bool, fetched: bool) -> list[Load]:
         """Apply the gradient that waits, if one does, to `name` part by part, and write back what lives on NVMe.
 
-        With `write_through` all of it is written, for the generation about to be committed. Nothing of a frozen buffer.
-        `fetched`: its weights are fetched next; those for NVMe go to their slot from the stage that they are made in,
-        and are not read back. Returns what is left to be emitted, as `fetch` does, where new weights go to the compute
-        device.
+        With `write_through` all of it is written, for the generation about to be committed. `fetched`: its weights are
+        fetched next; those for NVMe go to their slot from the stage that they are made in. Returns what is left to be
+        emitted, as `fetch` does, where new weights go to the compute device.
         """
         buffer = self._plan.buffers[name]
         if buffer.frozen:
@@ -269,10 +268,8 @@ class StateSchedule:
         return result
 
     def _update_part(self, buffer: BufferPlan, part: int, step: int, onward: bool) -> None:
-        """Emit update op number `part`: of one part, or of several that are in RAM and need no stage.
-
-        `onward`: what is made in a stage goes to the compute device from there.
-        """
+        """Emit update op number `part`: of one part, or of several that are in RAM and need no stage. `onward`: what is
+        made in a stage goes to the compute device from there."""
         name = buffer.name
         reads: list[Resource] = [r.resource(r.RAM_CLIP)]
         writes: list[Resource] = []
@@ -330,10 +327,8 @@ class StateSchedule:
         return stage
 
     def read_ahead(self, step: int) -> None:
-        """Fill the state stages with what the next updates need first.
-
-        The drive then works while the step's end is awaited; no state is changed before clipping is known.
-        """
+        """Fill the state stages with what the next updates need first. The drive then works while the step's end is
+        awaited; no state is changed before clipping is known."""
         staged = [b for b in self._plan.buffers.values() if "nvme" in (b.state, b.gradient)]
         parts = ((buffer, part) for buffer in staged for part in range(buffer.num_parts))
         for buffer, part in itertools.islice(parts, self._plan.state_stages):
@@ -348,18 +343,11 @@ class StateSchedule:
 
     def _write_through(self, buffer: BufferPlan, part: int, step: int) -> None:
         """Write a part of state that lives in RAM or on the GPU, for the generation about to be committed."""
-        name = buffer.name
+        name, committed = buffer.name, r.resource(r.GENERATION)
         if buffer.state == "ram":
-            state, file = (
-                [r.resource(r.RAM_STATE, name), r.resource(r.GENERATION)],
-                r.resource(r.NVME_STATE, name, part),
-            )
+            state, file = [r.resource(r.RAM_STATE, name), committed], r.resource(r.NVME_STATE, name, part)
             self._move(a.CHECKPOINT_STATE, buffer, part, state, [file], {}, self._state_bytes, step)
             return
         for number, kind in enumerate(self._kinds):
-            stage = self._part_stages.take((name, kind, part))
-            staged, slots = r.resource(r.RAM_PART_STAGE, stage), {a.STAGE: stage, a.KIND: number}
-            self._move(a.STAGE_STATE, buffer, part, [r.resource(r.GPU_STATE, name)], [staged], slots, FP32, step)
-            file = r.resource(r.NVME_STATE, name, part, kind)
-            self._move(a.CHECKPOINT_STAGED, buffer, part, [staged, r.resource(r.GENERATION)], [file], slots, FP32, step)
-            self._part_stages.release(stage)
+            ways = (r.resource(r.GPU_STATE, name), r.resource(r.NVME_STATE, name, part, kind), {a.KIND: number})
+            self._through_stage(a.STAGE_STATE, a.CHECKPOINT_STAGED, buffer, part, *ways, FP32, step, [committed])

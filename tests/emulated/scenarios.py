@@ -33,7 +33,7 @@ from penstock.engine.opened_model import OpenedModel
 from penstock.engine.optim.lr import on_device
 from penstock.engine.runtime.executor import GPU_LANES, Executor
 from penstock.engine.samples import write
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.ops import Op
 from penstock.engine.train import train_step
 from penstock.engine.validation import validate

@@ -31,7 +31,8 @@ from penstock.engine.preparing import REPORT_S, Checklist
 from penstock.engine.progress import Live
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.runtime.health import LossSpikes
-from penstock.engine.schedule.actions import CLIP, HEAD, LANES
+from penstock.engine.schedule.action import LANES
+from penstock.engine.schedule.actions import CLIP, HEAD
 from penstock.engine.schedule.ops import Op
 from penstock.engine.self_check import check_model
 from penstock.engine.session import Session

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from plain_training import plain_training
 from samples import cases, sampled, samples
 
+from penstock.engine.forecast.costs import Conditions
 from penstock.engine.forecast.extrapolate import estimate
 from penstock.engine.machine import budgets
 from penstock.engine.machine.presets import GENERIC
@@ -132,7 +133,7 @@ def test_a_slow_commit_lags_behind_the_steps(tmp_path: Path) -> None:
 
 def test_the_plan_and_each_step_tell_what_is_moved(tmp_path: Path) -> None:
     with tiny.session(tmp_path, gpu=tiny.FLOOR, ram=tiny.FLOOR) as session:
-        planned = estimate(session.plan, GENERIC, full=True).bytes
+        planned = estimate(session.plan, Conditions(GENERIC), full=True).bytes
         session.executor.take_spans()
         metrics = [train_step(session) for _ in range(3)]
         tiny.settle(session)

@@ -17,7 +17,8 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 from penstock.engine import samples
 from penstock.engine.config import SamplesConfig
 from penstock.engine.plan.plan import Plan
-from penstock.engine.schedule.actions import LANES, NORM
+from penstock.engine.schedule.action import LANES
+from penstock.engine.schedule.actions import NORM
 from penstock.engine.train import train_step
 from penstock.storage.tier.readers import KvikioReader
 

@@ -39,7 +39,7 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.skeleton import LayerCall
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import ChunkTokens
-from penstock.engine.optim.adamw import Scalars, scalars
+from penstock.engine.optim.adamw import AdamW, Scalars
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
@@ -347,7 +347,7 @@ class Graph:
 class Updates:
     """Stands in for AdamW: its scalars, no arithmetic."""
 
-    scalars = staticmethod(scalars)
+    scalars = staticmethod(AdamW.scalars)
 
     def __init__(self, cuda: Pretended) -> None:
         self._cuda = cuda

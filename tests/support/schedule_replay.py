@@ -108,7 +108,7 @@ class Replay:
 
     def _hidden(self, role: str, op: Op) -> None:
         if role in op.slots:
-            self._wants(r.hidden(op.slots[role]), self._content(role, op), op)
+            self._wants(r.activation(a.X, op.slots[role]), self._content(role, op), op)
 
     def _window(self, op: Op) -> list[int]:
         """Chunks of the op's micro-batch up to its own."""
@@ -118,7 +118,7 @@ class Replay:
     def _places(self, op: Op) -> list[tuple[Resource, int]]:
         """Where keys and values of these chunks are: micro-batches take the windows in turn."""
         first = self._chunks(op)[op.index].micro_batch % self.plan.windows * self.plan.window_chunks
-        return [(r.kv(first + i), chunk) for i, chunk in enumerate(self._window(op))]
+        return [(r.activation(a.KV, first + i), chunk) for i, chunk in enumerate(self._window(op))]
 
     def _attending(self, op: Op) -> bool:
         return self.plan.blocks[self._number[op.block]].attends
@@ -152,13 +152,13 @@ class Replay:
             self.graphs += -1 if backward else 1
         assert (a.GRAPH in op.slots) == (has_graph and key in self.plan.offloaded_graphs)
         if a.GRAPH in op.slots:
-            slot = r.graph_slot(op.slots[a.GRAPH])
+            slot = r.activation(a.GRAPH, op.slots[a.GRAPH])
             if not backward:
                 self.held[slot] = self._content("graph", op)
             self._wants(slot, self._content("graph", op), op)
         self._add(op)
         if op.action in _BOTTOM_FORWARD:
-            self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
+            self._wants(r.activation(a.SAVED, op.slots[a.SAVED]), self._content("saved", op), op)
         elif op.action in _WHOLE_FORWARD and self._attending(op):
             self._attend_whole(op)
         elif op.action is a.LAYER_BACKWARD_BOTTOM:
@@ -167,7 +167,7 @@ class Replay:
             for place, chunk in self._places(op):
                 self._wants(place, self._content("kv", op, chunk), op)
             if not has_graph:
-                self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
+                self._wants(r.activation(a.SAVED, op.slots[a.SAVED]), self._content("saved", op), op)
         batch = (op.step, op.batch)
         if op.action in (a.HEAD_SCORE, a.HEAD_EVALUATE, a.HEAD_GENERATE):
             assert a.OUT not in op.slots
@@ -221,7 +221,7 @@ class Replay:
             self._wants(place, self._content("kv", op, chunk), op)
         self._lay_out(op, here)
         self.held[here] = self._content("kv", op, own)
-        self.held[r.saved(op.slots[a.SAVED])] = self._content("saved", op)
+        self.held[r.activation(a.SAVED, op.slots[a.SAVED])] = self._content("saved", op)
 
     def _lay_out(self, op: Op, place: Resource) -> None:
         """Before the op writes a part of a window: where that held keys and values of other widths, nothing of them is
@@ -231,8 +231,8 @@ class Replay:
         if self._widths.setdefault(window, widths) != widths:
             self._widths[window] = widths
             for part in range(window * parts, (window + 1) * parts):
-                assert r.kv(part) in op.writes
-                self.held[r.kv(part)] = None
+                assert r.activation(a.KV, part) in op.writes
+                self.held[r.activation(a.KV, part)] = None
 
     def _layer_recompute(self, op: Op) -> None:
         assert self._number[op.block] in self.plan.recomputed
@@ -241,7 +241,7 @@ class Replay:
 
     def _layer_project(self, op: Op) -> None:
         self._hidden("x", op)
-        self.held[r.kv(op.slots[a.KV])] = self._content("kv", op)
+        self.held[r.activation(a.KV, op.slots[a.KV])] = self._content("kv", op)
         self._seen: list[int] = []
 
     def _attend(self, op: Op) -> None:
@@ -249,10 +249,10 @@ class Replay:
         self._keys(op)
         if a.LAST in op.flags:
             assert set(self._seen) == self._visible(op)
-            self.held[r.saved(op.slots[a.SAVED])] = self._content("saved", op)
+            self.held[r.activation(a.SAVED, op.slots[a.SAVED])] = self._content("saved", op)
 
     def _keys(self, op: Op) -> None:
-        self._wants(r.kv(op.slots[a.KV]), self._content("kv", op, op.slots[a.KEYS]), op)
+        self._wants(r.activation(a.KV, op.slots[a.KV]), self._content("kv", op, op.slots[a.KEYS]), op)
         assert op.slots[a.KEYS] not in self._seen
         self._seen.append(op.slots[a.KEYS])
 
@@ -273,13 +273,13 @@ class Replay:
         self._hidden("x", op)
         self._hidden("dy", op)
         if a.SAVED in op.slots:
-            self._wants(r.saved(op.slots[a.SAVED]), self._content("saved", op), op)
+            self._wants(r.activation(a.SAVED, op.slots[a.SAVED]), self._content("saved", op), op)
         self._seen = []
 
     def _attend_backward(self, op: Op) -> None:
         assert (a.FIRST in op.flags) == (not self._seen)
         self._keys(op)
-        place = r.dkv(op.slots[a.DKV])
+        place = r.activation(a.DKV, op.slots[a.DKV])
         content = self._content("dkv", op, op.slots[a.KEYS])
         if a.ZERO_DKV in op.flags:
             self.held[place] = (*content, ())
@@ -288,7 +288,7 @@ class Replay:
 
     def _own_gradients(self, op: Op) -> None:
         assert set(self._seen) == self._visible(op)
-        place = r.dkv(op.slots[a.DKV])
+        place = r.activation(a.DKV, op.slots[a.DKV])
         self._wants(place, self._content("dkv", op), op)
         queries = self.held[place][4]
         chunks = self._chunks(op)

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from penstock.engine.schedule.actions import Action, Cost, Lane
+from penstock.engine.schedule.action import Action, Cost, Lane
 from penstock.engine.schedule.ops import Op
 
 

@@ -47,7 +47,7 @@ from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.state import fill_store, read_parameters, state_arrays
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.engine.train import train, train_step

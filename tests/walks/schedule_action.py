@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from penstock.engine.forecast.costs import Costs
+from penstock.engine.forecast.costs import Conditions, Costs
 from penstock.engine.forecast.report import predict
 from penstock.engine.machine.presets import GENERIC
 from penstock.engine.schedule.actions import ACTIONS, LARGEST
@@ -20,9 +20,10 @@ def test_it_is_emitted_priced_simulated_and_carried_out(tmp_path: Path, capsys: 
         plan = session.plan
         ops = [op for op in ScheduleBuilder(plan).ops(training(plan, 1)) if op.action is LARGEST]
         assert sorted(op.block for op in ops) == sorted(plan.buffers)
-        costs = Costs(plan, GENERIC, None, [[0]] * len({chunk.micro_batch for chunk in plan.chunks}))
+        on = Conditions(GENERIC, documents=[[0]] * len({chunk.micro_batch for chunk in plan.chunks}))
+        costs = Costs(plan, on)
         assert all(costs.seconds(op) > 0 for op in ops)
-        simulated = predict(plan, GENERIC, None, [[0]] * len({chunk.micro_batch for chunk in plan.chunks}))
+        simulated = predict(plan, on)
         assert {span.op for span in simulated.spans} >= {"largest", "norm"}
         train_step(session)
     printed = capsys.readouterr().out

@@ -28,7 +28,7 @@ from penstock.app.planning.plan import plan_stages
 from penstock.app.recipes.recipe import load_recipe
 from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.action import LANES
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.sealed import seal, unseal
 

@@ -20,7 +20,7 @@ from penstock.app.runs.speed import MeanSpeed, speed_text
 from penstock.app.runs.trace import _Tracks, write_trace
 from penstock.app.runs.trace_events import Arrows, Rates
 from penstock.engine.events import Span, StepMetrics
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.action import LANES
 from penstock.storage.files.errors import UserError
 from penstock.tui.data.catalog import about_lines, read_run_entry
 from penstock.tui.data.compare import figure_rows

@@ -19,7 +19,15 @@ from transformers import AutoModelForCausalLM
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.forecast import costs as constants
-from penstock.engine.forecast.costs import Calibration, Costs, Sample, attention_rate, op_kind, representatives
+from penstock.engine.forecast.costs import (
+    Calibration,
+    Conditions,
+    Costs,
+    Sample,
+    attention_rate,
+    op_kind,
+    representatives,
+)
 from penstock.engine.forecast.flops import attention_flops, executed_flops, matmul_flops, model_flops
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.spec import ModelSpec
@@ -66,7 +74,7 @@ def op_of(action: str, index: int = 0, **changes: Any) -> Op:
 
 
 def seconds(op: Op, plan: Plan | None = None, calibration: Calibration | None = None, **changes: Any) -> float:
-    return Costs(plan or a_plan(), structs.replace(ROUND, **changes), calibration).seconds(op)
+    return Costs(plan or a_plan(), Conditions(structs.replace(ROUND, **changes), calibration)).seconds(op)
 
 
 def test_a_layer_forward() -> None:
@@ -80,7 +88,7 @@ def test_a_layer_forward() -> None:
     # Two documents of 96 and 32 tokens: of the second chunk 32 queries see 64 keys before it and 32 x 33 / 2 of its own
     # between them, the others 32 x 33 / 2.
     pairs = 32 * 64 + 2 * (32 * 33 // 2)
-    documents = Costs(a_plan(), ROUND, None, [[0, 96]]).seconds(op_of("layer_forward", index=1))
+    documents = Costs(a_plan(), Conditions(ROUND, documents=[[0, 96]])).seconds(op_of("layer_forward", index=1))
     assert documents == pytest.approx(expected - attention + attention * pairs / 2_080)
     # A window of 20: 20 x 21 / 2 pairs of the first 20 queries, 20 of each of the other 44.
     few = 2_080 - (210 + 44 * 20)
@@ -246,7 +254,7 @@ def test_the_nearest_attention_rate_and_representatives_of_blocks() -> None:
 
 def test_every_op_of_a_schedule_takes_time() -> None:
     for plan in (a_plan(), a_plan(streamed=True), a_plan(gpu_budget=1, ram_budget=1)):
-        costs = Costs(plan, ROUND)
+        costs = Costs(plan, Conditions(ROUND))
         builder = ScheduleBuilder(plan)
         for pass_ in (training(plan, 1), evaluation(plan, 1, 1, documents=plan.row_documents)):
             assert all(0 < costs.seconds(op) < 10 for op in builder.ops(pass_))

@@ -14,7 +14,7 @@ from samples import sampled
 from small_problems import TIERS, problem, window_chunks, with_need
 
 from penstock.engine.forecast.choices import chunk_options, dimensions
-from penstock.engine.forecast.costs import Costs
+from penstock.engine.forecast.costs import Conditions, Costs
 from penstock.engine.forecast.extrapolate import estimate
 from penstock.engine.forecast.least import why_not
 from penstock.engine.forecast.search import Candidate, SearchResult, decisions, promised_s, search, sparing
@@ -38,7 +38,9 @@ small = st.builds(
 
 
 def found(shape: PlanInput, machine: Machine, chunks: tuple[int, ...] = (), **kept: Any) -> SearchResult:
-    return search(lambda n: replace(shape, chunk_tokens=n), chunks or (shape.chunk_tokens,), machine, **kept)
+    return search(
+        lambda n: replace(shape, chunk_tokens=n), chunks or (shape.chunk_tokens,), Conditions(machine), **kept
+    )
 
 
 def refusal(shape: PlanInput) -> BudgetError | None:
@@ -111,8 +113,8 @@ def test_groups_may_have_shorter_chunks_than_what_is_best_without_them() -> None
     alone = min((c for c in best.tried if not c.choice.group), key=lambda c: c.step_s)
     choice = PlanOptions(gpu_first="graphs", ram_first="activations", stages=4, group=1)
     shorter = make_plan(replace(shape, chunk_tokens=alone.chunk_tokens // 2), choice)
-    assert best.best.step_s <= estimate(shorter, machine).step_s
-    assert estimate(shorter, machine).step_s < 0.95 * alone.step_s
+    assert best.best.step_s <= estimate(shorter, Conditions(machine)).step_s
+    assert estimate(shorter, Conditions(machine)).step_s < 0.95 * alone.step_s
 
 
 def test_graphs_that_the_gpu_cannot_hold_leave_it_where_all_must_be_saved() -> None:
@@ -131,7 +133,7 @@ def test_the_best_of_what_was_tried_is_found_again(shape: PlanInput, machine: Ma
     """A second search looks again at what other times may favour."""
     shape, best = fitting(shape, machine)
     assert best.best is sparing(best.tried)
-    assert best.best.step_s == pytest.approx(simulate(best.plan, Costs(best.plan, machine), machine).step_s)
+    assert best.best.step_s == pytest.approx(simulate(Costs(best.plan, Conditions(machine))).step_s)
     first = found(shape, machine, rough=True)
     rates = zip(("h2d_bytes_per_s", "d2h_bytes_per_s", "matmul_flops"), factors, strict=True)
     measured = structs.replace(machine, **{name: getattr(machine, name) * factor for name, factor in rates})
@@ -158,7 +160,7 @@ def test_the_best_of_all_choices_is_found(tight: SearchResult) -> None:
     for choice in choices(shape):
         with contextlib.suppress(BudgetError):
             plan = make_plan(shape, choice)
-            steps[choice] = simulate(plan, Costs(plan, ROUND), ROUND).step_s
+            steps[choice] = simulate(Costs(plan, Conditions(ROUND))).step_s
     as_ever = [seconds for choice, seconds in steps.items() if not choice.group and choice.offloaded_graphs == "none"]
     assert len(as_ever) < len(steps)
     tried = {candidate.choice for candidate in best.tried} | {refused for _, refused, _ in best.refused}

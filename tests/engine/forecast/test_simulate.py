@@ -1,6 +1,7 @@
 """The simulator: clocks worked by hand, what holds for every plan, and shallow models that stand for deep ones."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,13 @@ from small_problems import planned, problem, some_plan
 from some_ops import an_op
 
 from penstock.engine.events import Span
-from penstock.engine.forecast.costs import Costs
+from penstock.engine.forecast.costs import Conditions, Costs
 from penstock.engine.forecast.extrapolate import FULL_OPS, estimate, estimate_evaluation, num_ops
 from penstock.engine.forecast.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanInput, PlanOptions
-from penstock.engine.schedule.actions import LANES, Lane
+from penstock.engine.schedule.action import LANES, Lane
 from penstock.engine.schedule.builder import ScheduleBuilder, is_device_local
 from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import evaluation, training
@@ -113,7 +114,7 @@ def test_busy_seconds_count_what_lies_between_the_two_times() -> None:
 @given(planned(), machines())
 def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, machine: Machine) -> None:
     """And a step takes at least as long as any of its lanes."""
-    builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, machine), Clocks(machine)
+    builder, costs, clocks = ScheduleBuilder(plan), Costs(plan, Conditions(machine)), Clocks(machine)
     steps = [builder.ops(training(plan, 1)), builder.ops(training(plan, 2), commit_previous=True)]
     for number in (1, 2):
         looked_at = evaluation(plan, 2, number, documents=plan.row_documents[:number])
@@ -132,7 +133,7 @@ def test_lanes_and_dependencies_are_respected_whatever_the_plan(plan: Plan, mach
     for lane in LANES:
         mine = [found[op.id] for op in every if op.lane == lane]
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(mine))
-    told = simulate(plan, costs, machine)
+    told = simulate(costs)
     assert all(busy <= told.step_s * (1 + 1e-9) for busy in told.busy_s.values())
     assert told.busy_s[told.bound_by] == max(told.busy_s.values())
     assert all(span.start_s <= span.end_s and span.end_s >= 0 for span in told.spans)
@@ -188,32 +189,33 @@ OFTEN = [("chunks of two micro-batches", "computing"), ("frozen below, on NVMe",
 
 @pytest.mark.parametrize("pair", cases(itertools.product(DEEP, RATES), *OFTEN), ids="-".join)
 def test_a_few_layers_tell_what_many_take(pair: tuple[str, str]) -> None:
-    plan, machine = some_plan(*DEEP[pair[0]]), RATES[pair[1]]
+    plan, on = some_plan(*DEEP[pair[0]]), Conditions(RATES[pair[1]])
     assert num_ops(plan) > FULL_OPS
-    whole, short = estimate(plan, machine, full=True), estimate(plan, machine)
+    whole, short = estimate(plan, on, full=True), estimate(plan, on)
     assert len(short.spans) < len(whole.spans)
     assert short.step_s == pytest.approx(whole.step_s, rel=0.1)
     for lane in LANES:
         assert short.busy_s[lane] == pytest.approx(whole.busy_s[lane], rel=0.1, abs=0.1 * whole.step_s)
         assert short.bytes[lane] == pytest.approx(whole.bytes[lane], rel=0.1, abs=0.01 * max(whole.bytes.values()))
-    evaluation_s = estimate_evaluation(plan, machine, full=True)
-    assert estimate_evaluation(plan, machine) == pytest.approx(evaluation_s, rel=0.1)
+    evaluation_s = estimate_evaluation(plan, on, full=True)
+    assert estimate_evaluation(plan, on) == pytest.approx(evaluation_s, rel=0.1)
     assert evaluation_s < 0.7 * whole.step_s
 
 
 @pytest.mark.parametrize("case", cases(["streamed", "chunks of two micro-batches"], "streamed"))
 def test_padding_that_is_not_computed_is_not_predicted(case: str) -> None:
     """Micro-batches filled by quarters, one of them empty: told by a few layers and merged chunks as by all of them."""
-    plan, machine = some_plan(*DEEP[case]), ROUND
+    plan = some_plan(*DEEP[case])
     documents = [list(range(0, plan.window_tokens, 16)) for _ in range(plan.problem.micro_batches)]
     shares = [2, 4, 3, 1, 0, 4, 3]
     filled = [shares[m % 7] * plan.window_tokens // 4 for m in range(plan.problem.micro_batches)]
-    whole = estimate(plan, machine, None, documents, full=True)
-    less = estimate(plan, machine, None, documents, filled, full=True)
-    short = estimate(plan, machine, None, documents, filled)
+    unpadded = Conditions(ROUND, documents=documents)
+    padded = replace(unpadded, filled=filled)
+    whole, less = (estimate(plan, on, full=True) for on in (unpadded, padded))
+    short = estimate(plan, padded)
     assert less.step_s < whole.step_s
     assert less.busy_s["compute"] < 0.9 * whole.busy_s["compute"]
     assert less.bytes["d2h"] < whole.bytes["d2h"]
     assert short.step_s == pytest.approx(less.step_s, rel=0.15)
-    evaluation_s = [estimate_evaluation(plan, machine, None, documents, some, full=True) for some in (None, filled)]
+    evaluation_s = [estimate_evaluation(plan, on, full=True) for on in (unpadded, padded)]
     assert evaluation_s[1] < evaluation_s[0]

@@ -19,7 +19,7 @@ from penstock.engine.machine.affinity import Placement, gpu_node, parse_cpu_list
 from penstock.engine.machine.budgets import free_budgets, split_shared
 from penstock.engine.machine.limits import DISK_RESERVE, GIB, RAM_RESERVE, free_memory, memory_groups, total_memory
 from penstock.engine.runtime.executor import Executor
-from penstock.engine.schedule.actions import LANES
+from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.ops import Op
 
 UNLIMITED_V1 = 9223372036854771712

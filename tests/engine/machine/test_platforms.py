@@ -37,7 +37,7 @@ from penstock.engine.machine.limits import GIB
 from penstock.engine.machine.platforms import cpu_quota, gpu_memory, is_wsl, remarks, shares_memory, usable_cpus
 from penstock.engine.machine.presets import this_machine
 from penstock.engine.model.loss import _block_
-from penstock.engine.optim.adamw import PIECE_NUMEL, AdamW, adamw, scalars
+from penstock.engine.optim.adamw import PIECE_NUMEL, AdamW, adamw
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.train import train_step
@@ -337,7 +337,8 @@ def test_what_is_compiled_beside_other_lanes_is_one_graph_each() -> None:
     """Without torch.compile's fullgraph, which would say so itself."""
     t = tiny.training()
     state = [torch.rand(64) for _ in range(5)]
-    update = torch._dynamo.explain(adamw)(*state, scalars(t, t.lr, 1, 0.5, torch.device("cpu")).decayed)
+    values = AdamW.scalars(t, t.lr, 1, 0.5, torch.device("cpu"))
+    update = torch._dynamo.explain(adamw)(*state, values.decayed)
     assert (update.graph_count, update.graph_break_count) == (1, 0)
     rows, labels, weights = torch.rand(2, 8), torch.tensor([1, 5]), torch.ones(2, 1)
     loss = torch._dynamo.explain(_block_)(rows, labels, weights, torch.tensor(0.1), torch.tensor(1e-4))
@@ -400,7 +401,7 @@ def test_a_dependency_that_nobody_submitted_is_an_error() -> None:
 
 def test_an_update_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    values = scalars(tiny.training(), 1e-2, 3, 0.7, torch.device("cpu"))
+    values = AdamW.scalars(tiny.training(), 1e-2, 3, 0.7, torch.device("cpu"))
     start = [torch.rand(1000, generator=generator) for _ in range(5)]
     results = []
     for piece in (1 << 24, 64, 320):  # whole vectors, as is the real one

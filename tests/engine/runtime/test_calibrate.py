@@ -14,7 +14,7 @@ from samples import cases
 
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.loader import make_loader
-from penstock.engine.forecast.costs import Calibration, Costs, op_kind
+from penstock.engine.forecast.costs import Calibration, Conditions, Costs, op_kind
 from penstock.engine.forecast.simulate import simulate
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.presets import GENERIC
@@ -70,7 +70,7 @@ def test_every_kind_of_compute_op_is_timed(tmp_path: Path, case: str) -> None:
 
 
 def require_all_timed(plan: Plan, documents: list[list[int]], found: Calibration) -> None:
-    costs = Costs(plan, GENERIC, None, documents)
+    costs = Costs(plan, Conditions(GENERIC, documents=documents))
     ops = [op for op in ScheduleBuilder(plan).ops(training(plan, 1, documents=documents)) if op.lane == "compute"]
     kinds = {op_kind(op, costs.representative(op.block)) for op in ops if op.index != WHOLE}
     assert kinds <= found.samples.keys()
@@ -80,7 +80,7 @@ def require_all_timed(plan: Plan, documents: list[list[int]], found: Calibration
     # The update in RAM is measured, which takes a compilation, where the plan has one.
     assert (found.update_params_per_s is not None) == any(b.state in ("ram", "nvme") for b in plan.buffers.values())
     # The plan's step can be told from it.
-    calibrated = simulate(plan, Costs(plan, GENERIC, found, documents), GENERIC, documents)
+    calibrated = simulate(Costs(plan, Conditions(GENERIC, found, documents)))
     assert calibrated.busy_s["compute"] > 0
     assert found.to_json()["samples"].keys() == found.samples.keys()
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from used_up import no_thread
 
-from penstock.engine.optim.adamw import AdamW, scalars
+from penstock.engine.optim.adamw import AdamW
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.runtime import executor as executors
 from penstock.engine.runtime.executor import GPU_LANES, Executor
 from penstock.engine.runtime.lanes import RECOMPILE_LIMIT, SWITCH_INTERVAL_S, EagerFallbacks, Lanes
-from penstock.engine.schedule.actions import LANES, NORM
+from penstock.engine.schedule.action import LANES
+from penstock.engine.schedule.actions import NORM
 from penstock.engine.schedule.ops import Op
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
@@ -341,7 +342,7 @@ def test_a_call_runs_on_its_lane_behind_its_ops() -> None:
 @pytest.mark.long
 def test_an_update_leaves_the_interpreter_to_others() -> None:
     """Beside a GPU other lanes launch kernels while it runs; and its bits are those of the update that does not."""
-    values = scalars(tiny.training(), 1e-2, 3, 0.7, CPU)
+    values = AdamW.scalars(tiny.training(), 1e-2, 3, 0.7, CPU)
     numel, results = 1 << 24, []
     for free_threaded in (False, True):
         generator = torch.Generator().manual_seed(0)

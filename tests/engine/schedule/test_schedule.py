@@ -24,6 +24,7 @@ from penstock.engine.runtime.sample_ops import SampleOps
 from penstock.engine.runtime.state_ops import StateOps
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
+from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import evaluation, sampling, training
@@ -99,7 +100,7 @@ def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int,
     is trained there is no backward."""
     ops = steps_of(plan, passes=passes)
     assert [op.id for op in ops] == list(range(len(ops)))
-    assert {op.lane for op in ops} <= set(a.LANES)
+    assert {op.lane for op in ops} <= set(LANES)
     assert list(races(ops)) == []
     frozen = {name for name, buffer in plan.buffers.items() if buffer.frozen}
     backward = {block.name for block in plan.blocks if block.backward}
@@ -157,7 +158,10 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
             if end < plan.buffers[op.block].numel:
                 continue
         if op.action in (a.LOAD_WEIGHTS, a.LOAD_WEIGHTS_PART, a.READ_WEIGHTS_WHOLE):
-            held[r.weight_slot(plan.buffers[op.block].pool, op.slots[op.block])] = (op.block, version[op.block])
+            held[r.resource(r.GPU_WEIGHTS, plan.buffers[op.block].pool, op.slots[op.block])] = (
+                op.block,
+                version[op.block],
+            )
         if op.action in TRAINS | EVALUATES | GENERATES:
             newest = op.step - (op.action in TRAINS)
             if op.batch < 0:
@@ -172,7 +176,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
                 # One update of the waiting gradient lies between any two steps, and before a validation.
                 assert version[name] == (0 if buffer.frozen else newest)
                 if buffer.weights != "gpu":
-                    assert held[r.weight_slot(buffer.pool, op.slots[name])] == (name, version[name])
+                    assert held[r.resource(r.GPU_WEIGHTS, buffer.pool, op.slots[name])] == (name, version[name])
     chunks = len(plan.chunks)
     assert set(computed.values()) == {1}
     passes_of_step = len(plan.blocks) + sum(block.backward for block in plan.blocks[:-1])
@@ -382,7 +386,7 @@ def test_a_model_that_is_only_queried_is_a_plan_of_weights(budgets: dict[str, in
 def test_every_action_has_one_handler() -> None:
     owners = [object.__new__(owner) for owner in (BlockOps, LayerOps, BranchOps, StateOps, SampleOps)]
     assert handlers_of(*owners).keys() == set(a.ACTIONS.values())
-    assert all(name == action.name and action.lane in a.LANES for name, action in a.ACTIONS.items())
+    assert all(name == action.name and action.lane in LANES for name, action in a.ACTIONS.items())
 
     class Owner:
         @handles(a.NORM, a.CLIP)
