@@ -103,19 +103,19 @@ class BlockOps:
 
     @handles(*a.SPILL.values())
     def _spill(self, op: Op) -> Future[Any]:
-        return self._nvme.spill(_file(op), self._views.offloaded(op))
+        return self._nvme.spilled.write(_file(op), self._views.offloaded(op))
 
     @handles(*a.UNSPILL.values())
     def _unspill(self, op: Op) -> Future[Any]:
-        return self._nvme.unspill(_file(op), self._views.offloaded(op))
+        return self._nvme.spilled.read(_file(op), self._views.offloaded(op))
 
     @handles(*a.PEEK.values())
     def _peek(self, op: Op) -> Future[Any]:
-        return self._nvme.unspill(_file(op), self._views.offloaded(op), keep=True)
+        return self._nvme.spilled.read(_file(op), self._views.offloaded(op), keep=True)
 
     @handles(*a.DISCARD.values())
     def _discard(self, op: Op) -> Future[Any]:
-        return self._nvme.discard(_file(op))
+        return self._nvme.spilled.discard(_file(op))
 
     # ------------------------------------------------------------------ once a step
 

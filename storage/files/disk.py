@@ -93,12 +93,12 @@ def disk_error(error: OSError, path: Path, doing: str) -> UserError:
 
 
 @contextmanager
-def reporting(path: Path, doing: str) -> Iterator[None]:
-    """What the operating system refuses inside the block is a UserError: `disk_error`."""
+def reporting(path: Path, doing: str, *, named: bool = False) -> Iterator[None]:
+    """What the operating system refuses inside the block is `disk_error`: at `path`, or at the file `named` in it."""
     try:
         yield
     except OSError as error:
-        raise disk_error(error, path, doing) from error
+        raise disk_error(error, Path(error.filename or path) if named else path, doing) from error
 
 
 @contextmanager
@@ -291,12 +291,11 @@ def build_folder(folder: Path) -> Iterator[Path]:
             raise UserError(f"{target}: is where a folder has to be made; move it away")
     require_writable(temporary)
     try:
-        yield temporary
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-        fsync_dir(folder.parent)
-    except OSError as error:
-        raise disk_error(error, Path(error.filename or temporary), f"making {folder.name}") from error
+        with reporting(temporary, f"making {folder.name}", named=True):
+            yield temporary
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.replace(temporary, folder)
+            fsync_dir(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

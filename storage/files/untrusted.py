@@ -1,7 +1,7 @@
 """What comes from files that anybody may have written: JSON, folders, and text that is shown on a terminal.
 
-A run directory or a model folder may come from elsewhere. Nothing in it is opened but regular files, links in it are
-not followed, its JSON is bounded, and its text reaches no terminal with control characters in it.
+Only regular files are opened, links are not followed, JSON is bounded, and text reaches a terminal without control
+characters.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ def require_sound(value: Any, depth: int = 0) -> None:
         except UnicodeEncodeError:
             raise ValueError("text with a lone surrogate, which is not a character") from None
     elif isinstance(value, dict):
-        for key, item in value.items():
+        for key in value:
             require_sound(key, depth)
-            if not isinstance(item, int | float):
-                require_sound(item, depth + 1)
+        require_sound(list(value.values()), depth)
     elif isinstance(value, list):
         for item in value:
             if not isinstance(item, int | float):
@@ -71,7 +70,8 @@ def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: 
     """The same for a JSON object; ValueError where it is anything else."""
     value = parse_json(content, most_bytes=most_bytes, unique=unique)
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, not {_kind(value)}")
+        kinds = {list: "a list", str: "a text", int: "a number", float: "a number"}
+        raise ValueError(f"expected a JSON object, not {kinds.get(type(value), json.dumps(value))}")
     return value
 
 
@@ -94,8 +94,7 @@ def parse_printable(content: bytes) -> dict[str, Any]:
         value = json.loads(content)  # such text holds no control character and nests no deeper
         if isinstance(value, dict):
             return value
-    result: dict[str, Any] = printable_value(parse_object(content))
-    return result
+    return {printable(key): printable_value(item) for key, item in parse_object(content).items()}
 
 
 def printable_value(value: Any) -> Any:
@@ -117,12 +116,6 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _kind(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return str(json.dumps(value))
-    return "a list" if isinstance(value, list) else "a text" if isinstance(value, str) else "a number"
-
-
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether a JSON value is a whole number of at most 63 bits: no float, no boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value <= MOST_WHOLE
@@ -142,10 +135,9 @@ def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDO
         for name in inner[:-1]:
             here, above = _enter(here, name, path), here
             os.close(above)
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
         try:
-            fd = os.open(
-                inner[-1], flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o644, dir_fd=here
-            )
+            fd = os.open(inner[-1], flags, 0o644, dir_fd=here)
         except OSError as error:
             if _is_link(inner[-1], here):
                 refuse(path, "a symbolic link, which is not followed here")

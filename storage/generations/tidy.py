@@ -43,12 +43,10 @@ def remove_store(root: Path, folders: Iterable[Path]) -> None:
             continue
         if own is not None and (own.store != identity.store or ownership.owner(folder, identity, root) is not None):
             continue
-        remove_arrays(folder)
-        for name in (SCRATCH, CHECKPOINTS):
-            shutil.rmtree(folder / name, ignore_errors=True)
+        _clear(folder)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         with contextlib.suppress(OSError):
-            for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
-                (folder / name).unlink(missing_ok=True)
+            _forget(folder)
             folder.rmdir()
 
 
@@ -58,8 +56,17 @@ def tidy(root: Path, drive_set: DriveSet, arrays: Collection[Array], moved: Coll
         sweep_strays(array, drive_set)
     used = {drive for array in arrays for drive in array.layout}
     for folder in drive_set.retire(used):
-        remove_arrays(folder)
-        shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+        _clear(folder)
         if not (folder / CHECKPOINTS).exists() and folder != root:
-            for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
-                (folder / name).unlink(missing_ok=True)
+            _forget(folder)
+
+
+def _clear(folder: Path) -> None:
+    remove_arrays(folder)
+    shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+
+
+def _forget(folder: Path) -> None:
+    """Remove what says whose drive `folder` is. OSError."""
+    for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
+        (folder / name).unlink(missing_ok=True)

@@ -7,22 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.storage.files.disk import disk_error, fsync_dir, make_folder, publish, require_writable, write_file
+from penstock.storage.files.disk import fsync_dir, make_folder, reporting, require_writable, write_file
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
 from penstock.storage.generations import ownership
-from penstock.storage.offsite.files import file_bytes, read_files
-from penstock.storage.offsite.index import (
-    FILES,
-    INDEX,
-    Index,
-    array_folder,
-    read_index,
-    read_manifest,
-    read_tokens,
-    write_tokens,
-)
-from penstock.storage.offsite.link import Job, Link, OffsiteError, Pieces, Report
+from penstock.storage.offsite import index as at
+from penstock.storage.offsite.index import FILES, Index, file_bytes, read_files, read_index, read_manifest
+from penstock.storage.offsite.link import Link, OffsiteError, Pieces, Report
 from penstock.storage.offsite.location import Location
 from penstock.storage.tier import manifest
 from penstock.storage.tier.arrays import zarr_json
@@ -92,7 +83,7 @@ def _find_below(link: Link, location: Location, name: str, given: Location) -> R
 
 def _nothing(location: Location) -> UserError:
     return UserError(
-        f"{location}: holds no state: neither {INDEX} nor a generation was found; check the name, and for a store "
+        f"{location}: holds no state: neither {at.INDEX} nor a generation was found; check the name, and for a store "
         "other than AWS set AWS_ENDPOINT_URL"
     )
 
@@ -100,13 +91,11 @@ def _nothing(location: Location) -> UserError:
 def _chosen(link: Link, location: Location, index: Index, name: str | None) -> Remote:
     if not index.entries:
         raise UserError(f"{location}: holds {index.words}, so there is nothing to resume from")
-    entry = index.entries[-1]
-    if name is not None:
-        named = [entry for entry in index.entries if name in (entry.name, entry.folder)]
-        if not named:
-            there = ", ".join(entry.name for entry in index.entries)
-            raise UserError(f"{location}: has no generation '{one_line(name, 80)}'; it has {there}")
-        entry = named[-1]
+    named = [entry for entry in index.entries if name is None or name in (entry.name, entry.folder)]
+    if not named:
+        there = ", ".join(entry.name for entry in index.entries)
+        raise UserError(f"{location}: has no generation '{one_line(name, 80)}'; it has {there}")
+    entry = named[-1]
     result = read_manifest(link, entry.folder)
     if result is None or result.store != index.store or result.generation != entry.generation:
         what = "has no manifest" if result is None else "has the manifest of another generation"
@@ -135,10 +124,8 @@ def fetch_files(link: Link, result: Remote, targets: Mapping[str, Path], inside:
         raise UserError(f"{result.location}/{result.folder}: its files add up to {size:,} bytes, more than any run has")
     require_capacity({inside: size}, "the run's files")
     for path in wanted:
-        try:
+        with reporting(path.parent, "making a folder"):
             make_folder(path.parent, inside)
-        except OSError as error:
-            raise disk_error(error, path.parent, "making a folder") from error
     link.get_files({path: pieces for path, pieces in wanted.items() if pieces}, FILES, report)
     for path, pieces in wanted.items():
         if not pieces:
@@ -154,8 +141,7 @@ def fetch_state(link: Link, result: Remote, root: Path, drives: Sequence[Path], 
     root = root.absolute()
     folders = distinct(drives)
     require_writable(root)
-    locks = Locks()
-    try:
+    with Locks() as locks, reporting(root, "writing the fetched state", named=True):
         locks.take(root)
         if (root / manifest.FILE_NAME).exists():
             raise UserError(f"{root}: already holds a state; choose another --run-dir")
@@ -169,22 +155,18 @@ def fetch_state(link: Link, result: Remote, root: Path, drives: Sequence[Path], 
             make_folder(inner, folder)
             write_file(inner / "zarr.json", zarr_json(spec))
         ownership.require_plain({root, *folders})
-        link.get([_job(result, *chunk) for chunk in fetched.chunks(ids)], report)
+        chunks = [
+            (f"{at.array_folder(result.folder, spec)}/{path.name}", path, size, crc)
+            for spec, path, size, crc in fetched.chunks(ids)
+        ]
+        link.get(chunks, report)
         for path in sorted({above for inner in below for above in (inner, *list(inner.parents)[:3])}, reverse=True):
             fsync_dir(path)
         if result.index is not None:
-            write_tokens(root, str(result.location), [*read_tokens(root, str(result.location)), result.index.token])
-        publish(fetched.prepare(root), root / manifest.FILE_NAME)
+            location = str(result.location)
+            at.write_tokens(root, location, [*at.read_tokens(root, location), result.index.token])
+        fetched.write(root)
         fetched.back_up({root, *folders})
-    except OSError as error:
-        raise disk_error(error, Path(error.filename or root), "writing the fetched state") from error
-    finally:
-        locks.release()
-
-
-def _job(result: Remote, spec: ArraySpec, path: Path, file_bytes: int, crc: int) -> Job:
-    source = array_folder(result.folder, spec.buffer, spec.kind, fixed=spec.fixed)
-    return f"{source}/{path.name}", path, file_bytes, crc
 
 
 def _require_capacity(result: Remote, folders: Sequence[Path]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.storage.files.disk import held
 from penstock.storage.tier.chunk import supports_direct
@@ -26,8 +28,7 @@ _LOCAL_FUSE = {"fuseblk", "fuse.ext2", "fuse.ntfs", "fuse.ntfs-3g", "fuse.exfat"
 _LAYERED = {"overlay", "aufs", "fuse.fuse-overlayfs"}
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(NamedTuple):
     """One line of /proc/self/mountinfo."""
 
     point: Path
@@ -54,8 +55,17 @@ class Device:
 
 
 def mount_of(folder: Path) -> Mount:
-    """The mount that `folder` (or its nearest existing parent) is on."""
-    return _find_mount(existing(folder), _MOUNTINFO.read_text(errors="surrogateescape"))
+    """The mount that `folder` (or its nearest existing parent) is on: the one with the longest path that holds it; of
+    several on one path the last, which hides the others."""
+    folder = existing(folder)
+    best = Mount(Path("/"), "unknown", "unknown")
+    for line in _MOUNTINFO.read_text(errors="surrogateescape").splitlines():
+        fields, _, tail = line.partition(" - ")
+        point = Path(_unescape(fields.split()[4]))
+        if folder.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
+            filesystem, source = tail.split()[:2]
+            best = Mount(point, filesystem, _unescape(source))
+    return best
 
 
 def filesystem_id(folder: Path) -> str:
@@ -63,18 +73,15 @@ def filesystem_id(folder: Path) -> str:
 
     Its UUID, else `f_fsid` of statvfs. Neither changes with the mount point; `f_fsid` may with the device.
     """
-    try:
+    with contextlib.suppress(OSError):  # older kernels, file systems that have none, a folder that may not be read
         with held(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             result = ioctl(fd, _GET_UUID, bytes(17))
         if any(uuid := result[1 : 1 + result[0]]):
             return uuid.hex()
-    except OSError:  # older kernels, file systems that have none, a folder that may not be read
-        pass
-    try:
-        number = os.statvfs(folder).f_fsid
-    except OSError:
-        return ""
-    return f"{number:x}" if number else ""
+    with contextlib.suppress(OSError):
+        if number := os.statvfs(folder).f_fsid:
+            return f"{number:x}"
+    return ""
 
 
 def check_folder(folder: Path) -> list[str]:
@@ -119,10 +126,8 @@ def device_of(folder: Path) -> Device:
     mount = mount_of(location)
     block = _block_folder(os.stat(location).st_dev)
     if block is None and mount.source.startswith(f"{_DEV}/"):  # btrfs: files have a device number of their own
-        try:
+        with contextlib.suppress(OSError):
             block = _block_folder(os.stat(mount.source).st_rdev)
-        except OSError:
-            block = None
     if block is None:
         return Device(mount.source, (), mount.filesystem, None, None)
     disks = _disks(block)
@@ -143,18 +148,6 @@ def existing(folder: Path) -> Path:
     while not os.path.isdir(folder):  # False where a parent may not be looked into
         folder = folder.parent
     return folder
-
-
-def _find_mount(folder: Path, mountinfo: str) -> Mount:
-    """The mount with the longest path that holds `folder`; of several on one path the last, which hides the others."""
-    best = Mount(Path("/"), "unknown", "unknown")
-    for line in mountinfo.splitlines():
-        fields, _, tail = line.partition(" - ")
-        point = Path(_unescape(fields.split()[4]))
-        if folder.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
-            filesystem, source = tail.split()[:2]
-            best = Mount(point, filesystem, _unescape(source))
-    return best
 
 
 def _unescape(text: str) -> str:

@@ -40,8 +40,13 @@ MOUNTINFO = r"""
         ("/dev/shm/state", "tmpfs", "tmpfs"),
     ],
 )
-def test_longest_mount_point_with_escapes(folder: str, kind: str, source: str) -> None:
-    mount = filesystem._find_mount(Path(folder), MOUNTINFO)
+def test_longest_mount_point_with_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, kind: str, source: str
+) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTINFO)
+    monkeypatch.setattr(filesystem, "_MOUNTINFO", tmp_path / "mountinfo")
+    monkeypatch.setattr(filesystem, "existing", lambda folder: folder)
+    mount = mount_of(Path(folder))
     assert (mount.filesystem, mount.source) == (kind, source)
 
 
