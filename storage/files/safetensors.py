@@ -133,8 +133,8 @@ class CheckpointReader:
 class CheckpointWriter:
     """Writes a safetensors folder tensor by tensor, in any order, without holding any of it.
 
-    The files get their names in `close`, the index last: a folder with a complete checkpoint's names holds a complete
-    checkpoint. As a context manager it closes on success and removes what it wrote when the block raises.
+    The files get their names in `close`, the index last. As a context manager it closes on success, and removes what it
+    wrote when the block raises.
     """
 
     def __init__(self, folder: Path, tensors: Tensors, max_shard_bytes: int = 5 * 10**9, *, single: str = SINGLE_NAME):

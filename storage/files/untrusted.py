@@ -32,10 +32,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u20
 
 
 def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bool = False) -> Any:
-    """The value that UTF-8 text holds. ValueError where it is no JSON, too long or too deep, or holds half a character.
-
-    Half a character: a lone surrogate escape, which no file or terminal takes. `unique`: refuse names given twice.
-    """
+    """The value that UTF-8 text holds. ValueError where it is no JSON, too long or too deep, or holds a lone surrogate,
+    which no file or terminal takes. `unique`: refuse names given twice."""
     if len(content) > most_bytes:
         raise ValueError(f"{len(content):,} bytes exceed the limit of {most_bytes:,}")
     text = content.decode("utf-8") if isinstance(content, bytes) else content
@@ -48,7 +46,7 @@ def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bo
 
 
 def require_sound(value: Any, depth: int = 0) -> None:
-    """ValueError where a JSON value is nested too deep, or holds half a character: `parse_json` says the same."""
+    """ValueError where a JSON value is nested too deep, or holds a lone surrogate."""
     if depth > MOST_DEPTH:
         raise ValueError(f"nested more than {MOST_DEPTH} levels deep")
     if isinstance(value, str) and not value.isascii():
@@ -85,10 +83,8 @@ def typed(value: Any, wanted: type[T]) -> T:
 
 
 def parse_printable(content: bytes) -> dict[str, Any]:
-    """The JSON object that UTF-8 text holds, every text in it, keys included, as `printable` makes it. ValueError.
-
-    Where numbers that JSON does not know (NaN) or that are no size of anything matter, the reader looks at them.
-    """
+    """The JSON object that UTF-8 text holds, every text in it, keys included, as `printable` makes it. ValueError; but
+    numbers that JSON does not know (NaN) are the reader's to look at."""
     plain = b"\\" not in content and b"\x7f" not in content and content.isascii()
     if plain and len(content) <= MOST_BYTES and content.count(b"[") + content.count(b"{") <= MOST_DEPTH:
         value = json.loads(content)  # such text holds no control character and nests no deeper
@@ -122,11 +118,8 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of regular file `path`, of which nothing below folder `below` (default its own) is a link.
-
-    Links in the way to `below` are followed: they are the user's. Never waits: a pipe or a device is refused like a
-    link, with an OSError whose text says so. `flags` as for os.open.
-    """
+    """A descriptor of regular file `path`, of which nothing below folder `below` (default its own) is a link: those
+    above are the user's. Never waits: a pipe or a device is refused like a link, with an OSError. `flags`: os.open."""
     folder = Path(below) if below is not None else path.parent
     inner = Path(os.path.relpath(path, folder)).parts
     assert ".." not in inner, (path, below)

@@ -23,19 +23,8 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.generations.ownership import owned, require_plain
 from penstock.storage.tier import manifest
 from penstock.storage.tier.arrays import Array, make_folders
-from penstock.storage.tier.drives import (
-    CHECKPOINTS,
-    IDENTITY_NAME,
-    Drive,
-    DriveSet,
-    Identity,
-    Locks,
-    locate,
-    read_identity,
-    record,
-    write_identity,
-)
-from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored
+from penstock.storage.tier.drives import CHECKPOINTS, IDENTITY_NAME, Drive, DriveSet, Identity, Locks, locate
+from penstock.storage.tier.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
 CONSTANTS_NAME = "constants.safetensors"
 """File of the store's root that a checkpoint takes along, where it is there."""
@@ -92,10 +81,7 @@ _MEANT = {
 
 
 def resolve_checkpoint(root: Path, name: str) -> str:
-    """The checkpoint that `name` stands for: itself, or of `last-good` and `best` the newest one of those.
-
-    UserError where there is none.
-    """
+    """The checkpoint that `name` stands for: itself, or of `last-good` and `best` the newest of those. UserError."""
     if name not in _MEANT:
         return name
     series, why = _MEANT[name]
@@ -113,10 +99,7 @@ def checkpoint_names(root: Path) -> list[str]:
 
 
 def list_checkpoints(root: Path) -> dict[str, Manifest]:
-    """The complete checkpoints of the store in `root` by name, oldest generation first.
-
-    UserError when one has a damaged manifest.
-    """
+    """The complete checkpoints of the store in `root` by name, oldest generation first. UserError for a damaged one."""
     result = {name: Manifest.read(root / CHECKPOINTS / name) for name in checkpoint_names(root)}
     return dict(sorted(result.items(), key=lambda item: item[1].generation))
 
@@ -144,7 +127,7 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
     jobs = [(drive, path, bases[drive] / path.relative_to(drive.folder)) for drive, path in files]
     tops = {base.parent for base in bases.values()} | {drive.folder for drive in used} | {folder.parent, root}
     inner = {parent for _, _, target in jobs for parent in list(target.parents)[:3]}
-    records = tuple(record(drive.id, base, root, folder, active=True) for drive, base in bases.items())
+    records = tuple(DriveRecord.of(drive.id, base, root, folder) for drive, base in bases.items())
     content = replace(current, drives=records, checkpoint=name)
     try:
         with reporting(folder, f"making checkpoint '{name}' of generation {current.generation}", named=True):
@@ -157,7 +140,7 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
             if (root / CONSTANTS_NAME).exists():
                 link_or_copy(root / CONSTANTS_NAME, folder / CONSTANTS_NAME)
             for drive, base in bases.items():
-                write_identity(base, Identity.of(current.store, drive.id, root, name))
+                Identity.of(current.store, drive.id, root, name).write(base)
             for path in (*sorted(inner, reverse=True), *bases.values(), folder, *sorted(tops, reverse=True)):
                 fsync_dir(path)
             content.write(folder)
@@ -201,12 +184,12 @@ def link_restored(
     jobs: list[tuple[Drive, Path, Path]] = []
     for spec, group in itertools.groupby(saved.chunks(found), key=lambda chunk: chunk.spec):
         array, stored = arrays[spec], saved.arrays[spec]
-        if spec.fixed and stored.crcs != array.crcs:
-            raise UserError(
-                f"checkpoint '{name}' (generation {saved.generation}): array {array.name}, which is written only once, "
-                "belongs to another run; restore the checkpoint into the run that made it"
-            )
         if spec.fixed:
+            if stored.crcs != array.crcs:
+                raise UserError(
+                    f"checkpoint '{name}' (generation {saved.generation}): array {array.name}, which is written only "
+                    "once, belongs to another run; restore the checkpoint into the run that made it"
+                )
             result[spec] = array.stored()
             continue
         layout = tuple(drives.by_id[id] for id in stored.drives) if stay else array.target
@@ -258,15 +241,13 @@ def identify(root: Path) -> None:
     """Have the checkpoints on drives name `root` as the folder of their owner, which has moved. UserError."""
     for name in checkpoint_names(root):
         for base in _bases(root, name) - {root / CHECKPOINTS / name}:
-            if (identity := read_identity(base)) is not None:
-                write_identity(base, Identity.of(identity.store, identity.drive, root, name))
+            if (identity := Identity.read(base)) is not None:
+                Identity.of(identity.store, identity.drive, root, name).write(base)
 
 
 def sweep_incomplete(root: Path, folders: Iterable[Path]) -> None:
-    """Remove from the drives' `folders`, the store's own, checkpoints that were not finished or not deleted.
-
-    A whole one that the store in `root` neither lists nor has deleted stays: `root` may be older than it.
-    """
+    """Remove from the drives' `folders`, the store's own, checkpoints that were not finished or not deleted. A whole
+    one that the store neither lists nor has deleted stays: `root` may be older than it."""
     for folder in {root, *folders}:
         for path in (folder / CHECKPOINTS).glob("[!.]*"):
             if (root / CHECKPOINTS / path.name / manifest.FILE_NAME).exists():
@@ -330,10 +311,10 @@ def _bases(root: Path, name: str) -> set[Path]:
     result = {folder} | _recorded(folder)
     with contextlib.suppress(UserError):
         result |= {root / drive.path / CHECKPOINTS / name for drive in Manifest.read(root).drives}
-    named = {base: identity for base in result - {folder} if (identity := read_identity(base)) is not None}
+    named = {base: identity for base in result - {folder} if (identity := Identity.read(base)) is not None}
     mine = owned({base: identity for base, identity in named.items() if identity.checkpoint == name}, root)
     # Of a run directory that has moved since only the drive itself knows.
-    drives = {base.parent.parent: identity for base in mine if (identity := read_identity(base.parent.parent))}
+    drives = {base.parent.parent: identity for base in mine if (identity := Identity.read(base.parent.parent))}
     others = drives.keys() - owned(drives, root)
     return {folder} | {base for base in mine if base.parent.parent not in others}
 

@@ -16,19 +16,8 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import Report, no_report
 from penstock.storage.generations import ownership
 from penstock.storage.tier import manifest
-from penstock.storage.tier.drives import (
-    CHECKPOINTS,
-    WRITE_THREADS,
-    Identity,
-    Locks,
-    distinct,
-    locate,
-    read_identity,
-    record,
-    require_capacity,
-    write_identity,
-)
-from penstock.storage.tier.manifest import Manifest
+from penstock.storage.tier.drives import CHECKPOINTS, WRITE_THREADS, Identity, Locks, distinct, locate, require_capacity
+from penstock.storage.tier.manifest import DriveRecord, Manifest
 
 
 def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -> int:
@@ -66,7 +55,7 @@ def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -
 
 def _foreign(folders: Iterable[Path], root: Path) -> list[Path]:
     """Those of the drives' folders that another run directory owns."""
-    named = {folder: identity for folder in folders if (identity := read_identity(folder)) is not None}
+    named = {folder: identity for folder in folders if (identity := Identity.read(folder)) is not None}
     return sorted(named.keys() - ownership.owned(named, root))
 
 
@@ -103,7 +92,7 @@ def _copy(
     """
     inner = Path() if content.checkpoint is None else Path(CHECKPOINTS, content.checkpoint)
     bases = {id: folder / inner for id, folder in ids.items()}
-    records = tuple(record(id, base, root, where, active=True) for id, base in bases.items())
+    records = tuple(DriveRecord.of(id, base, root, where) for id, base in bases.items())
     arrays = {spec: structs.replace(stored, drives=tuple(ids)) for spec, stored in content.arrays.items()}
     copied = replace(content, arrays=arrays, drives=records)
     jobs: dict[Path, Path] = {}
@@ -135,7 +124,7 @@ def _copy(
     linked.update((key, target) for target, key in keys.items())
     for id, base in bases.items():
         if content.checkpoint is not None:
-            write_identity(base, Identity.of(content.store, id, root, content.checkpoint))
+            Identity.of(content.store, id, root, content.checkpoint).write(base)
     copied.write(where)
     copied.back_up({where, *bases.values()} if content.checkpoint is None else set(bases.values()) - {where})
     return total

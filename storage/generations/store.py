@@ -30,23 +30,11 @@ from penstock.storage.tier import chunk, manifest
 from penstock.storage.tier.arena import empty_aligned
 from penstock.storage.tier.arrays import Array, make_folders, remove_arrays
 from penstock.storage.tier.capacity import Capacity
-from penstock.storage.tier.drives import (
-    READ_THREADS,
-    SCRATCH,
-    Drive,
-    DriveSet,
-    Locks,
-    OnThreadStart,
-    Traffic,
-    distinct,
-    read_identity,
-)
+from penstock.storage.tier.drives import SCRATCH, Drive, DriveSet, Identity, Locks, OnThreadStart, Traffic, distinct
 from penstock.storage.tier.manifest import ArraySpec, Manifest
 from penstock.storage.tier.readers import DirectReader, Readers
 from penstock.storage.tier.scrub import read_chunk_file, scrub
 from penstock.storage.tier.spill import Spill
-
-__all__ = ["ArraySpec", "NvmeStore", "Traffic"]
 
 
 class NvmeStore:
@@ -117,7 +105,7 @@ class NvmeStore:
             added = [store._add(spec) for spec in arrays]
             store._capacity.require_new(added, [], "two generations of the state")
             for folder in folders:
-                if read_identity(folder) is not None:  # an aborted start
+                if Identity.read(folder) is not None:  # an aborted start
                     remove_arrays(folder)
                     shutil.rmtree(folder / SCRATCH, ignore_errors=True)
             store._settle()
@@ -236,7 +224,7 @@ class NvmeStore:
         assert reader is not None, f"no reader for memory of {out.device}"
         with self._lock:
             fresh = part in array.written
-            file = array.latest(part)
+            file = array.file(part, fresh=fresh)
             ensure(file.path not in self._writing, f"{file.path} is read while it is written")
             self._reading[file.path] += 1
         origin = "uncommitted state" if fresh else f"generation {self.generation}"
@@ -247,8 +235,6 @@ class NvmeStore:
             finally:
                 with self._lock:
                     self._reading[file.path] -= 1
-                    if not self._reading[file.path]:
-                        del self._reading[file.path]
 
         return file.drive.readers.submit(work)
 
@@ -258,9 +244,8 @@ class NvmeStore:
         """Write a part to the slot that the committed generation does not use; not durable before `commit`.
 
         `src` is a contiguous CPU tensor of the part's dtype and length and must not change until the future is done;
-        direct and without a copy where it starts at a 4 KiB address. `check` comes first, in the writing thread: what
-        it raises is the future's, and nothing is written. The future raises UserError naming the file and the need when
-        the disk is full or fails; the committed generation stays readable.
+        direct and without a copy where it starts at a 4 KiB address. `check` comes first, in the writing thread: where
+        it raises, nothing is written. The future raises UserError naming file and need when the disk is full or fails.
         """
         array = self._arrays[buffer, kind]
         ensure(src.device.type == "cpu", array.name)
@@ -271,7 +256,7 @@ class NvmeStore:
             ensure(not array.lasts, f"{array.name} is written once")
             drive, path = array.next(part)
             ensure(path not in self._writing, f"{path} is written twice at once")
-            ensure(path not in self._reading, f"{path} is written while it is read")
+            ensure(not self._reading[path], f"{path} is written while it is read")
             self._writing[path] = array
 
         def work() -> None:
@@ -317,14 +302,11 @@ class NvmeStore:
         return self.generation
 
     def verify(self, report: Report = no_report) -> int:
-        """Read all of the committed generation at the drives' speed (`scrub`); returns the bytes read. UserError.
-
-        `report` is called from any thread.
-        """
+        """Read and check all of the committed generation (`scrub`); returns the bytes read. UserError."""
         with self._lock:
             committed = [array for array in self._committable() if array.slot is not None]
-            files = [array.committed_file(part) for array in committed for part in range(len(array.parts))]
-        return scrub(files, f"generation {self.generation}", READ_THREADS, report)
+            files = [array.file(part) for array in committed for part in range(len(array.parts))]
+        return scrub(files, f"generation {self.generation}", report)
 
     def checkpoint(self, name: str) -> None:
         """Keep the committed generation as checkpoint `name` (checkpoints.py): a link for each chunk file.
@@ -373,8 +355,7 @@ class NvmeStore:
         """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash."""
         for drive in self._drives:
             drive.close()
-        if not self._closed and self._drives.writable:
-            for drive in self._drives:
+            if not self._closed and self._drives.writable:
                 shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
         self._closed = True
         self._drives.locks.release()

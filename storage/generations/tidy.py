@@ -34,9 +34,9 @@ def remove_store(root: Path, folders: Iterable[Path]) -> None:
     A folder that is another store's, or nobody's, stays as it is: also where `root` is the place from which that
     other one has moved. UserError where one does not say whose it is.
     """
-    own = drives.read_identity(root)
+    own = drives.Identity.read(root)
     for folder in folders:
-        identity = drives.read_identity(folder)
+        identity = drives.Identity.read(folder)
         if identity is None or not ownership.is_same(Path(identity.root), root):
             continue
         if own is None and not ownership.is_aborted_start(folder, identity, root):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,8 @@ from penstock.storage.offsite.link import Link, OffsiteError, Pieces, Report
 from penstock.storage.offsite.location import Location
 from penstock.storage.tier import manifest
 from penstock.storage.tier.arrays import zarr_json
-from penstock.storage.tier.drives import Locks, distinct, record, require_capacity
-from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored
+from penstock.storage.tier.drives import Locks, distinct, require_capacity
+from penstock.storage.tier.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
 _MOST_SMALL_BYTES = 1 << 24
 _MOST_FILES_BYTES = 1 << 46
@@ -48,44 +49,37 @@ def _array_bytes(spec: ArraySpec) -> int:
 
 
 def find(open_link: Callable[[Location], Link], location: Location, name: str | None) -> tuple[Link, Remote]:
-    """The newest generation at `location`, or the one called `name`, or the one whose name `location` itself ends in.
-
-    Returns an open link to where its index is. UserError where there is none, or it is damaged.
-    """
+    """The newest generation at `location`, or the one called `name`, or the one whose name `location` itself ends in,
+    and an open link to where its index is. UserError where there is none, or it is damaged."""
     link = open_link(location)
     try:
-        seen = read_index(link)
-        if seen.index is None and (above := location.parent()) is not None and name is None:
+        index = read_index(link).index
+        if index is not None:
+            return link, _chosen(link, location, index, name)
+        if name is None and (above := location.parent()) is not None:
             link.close()
             link = open_link(above[0])
-            return link, _find_below(link, above[0], above[1], location)
-        if seen.index is None:
-            raise _nothing(location)
-        return link, _chosen(link, location, seen.index, name)
+            if (result := _find_below(link, *above)) is not None:
+                return link, result
+        raise UserError(
+            f"{location}: holds no state: neither {at.INDEX} nor a generation was found; check the name, and for a "
+            "store other than AWS set AWS_ENDPOINT_URL"
+        )
     except BaseException:
         link.close()
         raise
 
 
-def _find_below(link: Link, location: Location, name: str, given: Location) -> Remote:
+def _find_below(link: Link, location: Location, name: str) -> Remote | None:
     """The generation `name` of the index at `location`; of one that cannot be read, or was not copied, its folder."""
-    try:
+    index = None
+    with contextlib.suppress(OffsiteError):
         index = read_index(link).index
-    except OffsiteError:
-        index = None
     if index is not None and any(name in (entry.name, entry.folder) for entry in index.entries):
         return _chosen(link, location, index, name)
-    result = read_manifest(link, name)
-    if result is None:
-        raise _nothing(given)
+    if (result := read_manifest(link, name)) is None:
+        return None
     return Remote(location, name, result.checkpoint or name, None, result, read_files(link, name))
-
-
-def _nothing(location: Location) -> UserError:
-    return UserError(
-        f"{location}: holds no state: neither {at.INDEX} nor a generation was found; check the name, and for a store "
-        "other than AWS set AWS_ENDPOINT_URL"
-    )
 
 
 def _chosen(link: Link, location: Location, index: Index, name: str | None) -> Remote:
@@ -135,8 +129,8 @@ def fetch_files(link: Link, result: Remote, targets: Mapping[str, Path], inside:
 def fetch_state(link: Link, result: Remote, root: Path, drives: Sequence[Path], report: Report) -> None:
     """Make the store of generation `result`, its manifest in `root` and its chunk files striped over `drives`.
 
-    Each chunk is compared with the manifest's checksum. The manifest is written last: until then there is no store, and
-    a second call keeps what is whole. UserError where a folder holds another run's state, or there is no room.
+    Chunks are checked; the manifest is written last: until then there is no store, and a second call keeps what is
+    whole. UserError where a folder holds another run's state, or there is no room.
     """
     root = root.absolute()
     folders = distinct(drives)
@@ -147,7 +141,7 @@ def fetch_state(link: Link, result: Remote, root: Path, drives: Sequence[Path], 
             raise UserError(f"{root}: already holds a state; choose another --run-dir")
         ids = {ownership.join(folder, result.manifest.store, root, locks): folder for folder in folders}
         arrays = {spec: Stored(0, tuple(ids), stored.crcs) for spec, stored in result.manifest.arrays.items()}
-        records = tuple(record(id, folder, root, root, active=True) for id, folder in ids.items())
+        records = tuple(DriveRecord.of(id, folder, root, root) for id, folder in ids.items())
         fetched = replace(result.manifest, arrays=arrays, drives=records, checkpoint=None)
         _require_capacity(result, folders)
         below = {folder / spec.buffer / spec.kind / "0": (folder, spec) for folder in folders for spec in arrays}

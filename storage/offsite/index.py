@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from msgspec import Meta, Struct, structs, to_builtins
 
-from penstock.storage.files.disk import atomic_write
+from penstock.storage.files.disk import atomic_write, held
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.sealed import seal, unseal
 from penstock.storage.files.untrusted import Size, one_line, open_regular, parse_object, read_regular, shell, typed
@@ -129,8 +129,7 @@ class Claim:
     """A run's hold on a location: it may replace the index as long as nobody else has."""
 
     def __init__(self, link: Link, root: Path, store: str, run: str) -> None:
-        """`root`: the store's folder, which keeps the record; `run`: the recipe's name. Whoever changes the index holds
-        `one_at_a_time` of `root`."""
+        """`root`: the store's folder; `run`: the recipe's name. Whoever changes the index holds `one_at_a_time`."""
         self.link, self.seen = link, Seen(None, b"")
         self._root, self._store, self._run = root, store, run
 
@@ -192,18 +191,17 @@ class Claim:
 
 def refuse_other(link: Link, index: Index) -> NoReturn:
     """Raise LocationChangedError: the location is another run's."""
-    empty = f"delete {INDEX} there if that run is gone"
-    way = f"resume that run: {shell('penstock', 'resume', str(link.location))}" if index.entries else empty
+    way = f"delete {INDEX} there if that run is gone"
+    if index.entries:
+        way = f"resume that run: {shell('penstock', 'resume', str(link.location))}"
     raise LocationChangedError(
         f"storage.offsite: {link.location}: holds {index.words}; choose another prefix, or {way}"
     )
 
 
 def require_usable(link: Link, root: Path, store: str | None) -> None:
-    """Prove that a run may write to a location before it begins; nothing is left there.
-
-    `store`: id of the run's store, None for a new run. OffsiteError, one line, for what is missing or another run's.
-    """
+    """Prove that a run of store id `store` (None: a new run) may write to a location; nothing is left there.
+    OffsiteError, one line, for what is missing or another run's."""
     index = read_index(link).index
     if index is not None and store is None:
         refuse_other(link, index)
@@ -237,16 +235,13 @@ def _record(root: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def one_at_a_time(root: Path, waits: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Held by whoever uploads from the store in `root`; the others wait. `waits` is called once where that is so."""
-    fd = open_regular(root / LOCK_NAME, flags=os.O_RDWR | os.O_CREAT)
-    try:
+    with held(open_regular(root / LOCK_NAME, flags=os.O_RDWR | os.O_CREAT)) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             waits()
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(fd)
 
 
 def array_folder(folder: str, spec: ArraySpec) -> str:

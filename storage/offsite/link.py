@@ -135,8 +135,8 @@ class Link:
 
     def error(self, what: str, permanent: bool) -> OffsiteError:
         """What was refused, where, and how to mend it."""
-        hint = _HINTS.get(what, {}).get(self.location.driver)
-        hint = hint or ("" if permanent else "check the network and the store, then try again")
+        later = "" if permanent else "check the network and the store, then try again"
+        hint = _HINTS.get(what, {}).get(self.location.driver) or later
         text = f"{self._field}: {self.location}: {one_line(what)}" + (f"; {hint}" if hint else "")
         return OffsiteError(text, permanent=permanent)
 
@@ -146,8 +146,7 @@ class Link:
             if self._closed:
                 raise self.error("was given up", permanent=False)
             with contextlib.suppress(OSError, EOFError):
-                connection = self._connection if self._process is not None else None
-                connection = connection or self._start()
+                connection = (self._process and self._connection) or self._start()
                 connection.send((act, args))
                 while True:
                     kind, value = connection.recv()

@@ -174,13 +174,12 @@ class Bucket:
     def put_files(
         self, files: Mapping[str, Path], have: set[str], folder: str, bytes_per_s: float | None
     ) -> dict[str, Pieces]:
-        """Write files in pieces that are called by their SHA-256, below `folder`, but for those in `have`; the pieces
-        of each. A file may grow meanwhile."""
+        """Write files in pieces called by their SHA-256 below `folder`, but for those in `have`; the pieces of each."""
         limit = Limit(bytes_per_s)
 
         def one(path: Path) -> Iterator[tuple[str, int]]:
             with open(path.resolve(strict=True), "rb") as file:
-                left = os.fstat(file.fileno()).st_size
+                left = os.fstat(file.fileno()).st_size  # it may grow meanwhile
                 while left > 0 and (piece := file.read(min(PIECE_BYTES, left))):
                     left -= len(piece)
                     digest = hashlib.sha256(piece).hexdigest()

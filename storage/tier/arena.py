@@ -83,11 +83,6 @@ class HostArena:
     def pinned(self) -> bool:
         return bool(self._registered)
 
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of what `pin` registers at once; see `cut_pieces`."""
-        return cut_pieces([_page_up(nbytes) for nbytes in self.slots.values()])
-
     def slot(self, name: str, nbytes: int) -> torch.Tensor:
         """Carve a slot: uint8 [nbytes], its address a multiple of 4 KiB. BudgetError when the arena is full.
 
@@ -119,7 +114,7 @@ class HostArena:
         base, total = self._bytes.data_ptr(), self.used_bytes
         try:
             with _paging(base, total, on_progress) as wait:
-                for offset, nbytes in self.pieces:
+                for offset, nbytes in cut_pieces([_page_up(nbytes) for nbytes in self.slots.values()]):
                     wait(offset + nbytes)
                     code = self._registrar.register(base + offset, nbytes)
                     if code != 0:
@@ -214,7 +209,7 @@ class _Ring:
     def to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """uint8 [n] each; `source` has been read when this returns."""
         with self._lock:
-            for i, (there, here) in enumerate(self._parts(target, source)):
+            for i, (there, here) in enumerate(zip(target.split(self._size), source.split(self._size), strict=True)):
                 self._wait(i % 2)
                 there.copy_(self._pieces[i % 2][: here.numel()].copy_(here), non_blocking=True)
                 self._mark(i % 2)
@@ -222,25 +217,17 @@ class _Ring:
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """uint8 [n] each; `target` is complete when this returns."""
         with self._lock:
-            parts = self._parts(target, source)
-            for i, (_, here) in enumerate(parts):
-                self._pieces[i % 2][: here.numel()].copy_(here, non_blocking=True)
-                self._mark(i % 2)
-                if i:
-                    self._empty(parts, i - 1)
-            self._empty(parts, len(parts) - 1)
-
-    def _parts(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(target.split(self._size), source.split(self._size), strict=True))
-
-    def _empty(self, parts: list[tuple[torch.Tensor, torch.Tensor]], i: int) -> None:
-        self._wait(i % 2)
-        there = parts[i][0]
-        there.copy_(self._pieces[i % 2][: there.numel()])
+            targets = target.split(self._size)
+            for i, here in enumerate((*source.split(self._size), None)):
+                if here is not None:
+                    self._pieces[i % 2][: here.numel()].copy_(here, non_blocking=True)
+                    self._mark(i % 2)
+                if i:  # the one before, meanwhile
+                    self._wait(1 - i % 2)
+                    targets[i - 1].copy_(self._pieces[1 - i % 2][: targets[i - 1].numel()])
 
     def _wait(self, piece: int) -> None:
-        over = self._over[piece]
-        if over is not None:
+        if (over := self._over[piece]) is not None:
             over.synchronize()
 
     def _mark(self, piece: int) -> None:
@@ -295,20 +282,14 @@ def pinned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def empty_aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor [numel] that starts at a 4 KiB address, outside any arena and its budget.
-
-    torch.empty does not align to pages, and direct I/O needs it. For what happens once: import, export, verification.
-    """
+    """An uninitialised tensor [numel], outside any arena and its budget, at a 4 KiB address as direct I/O wants it."""
     memory = _map_memory(max(numel * dtype.itemsize, 1))
     return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
 
 def _map_memory(nbytes: int) -> mmap.mmap:
-    """Private anonymous memory, in huge pages where the kernel has them.
-
-    Direct I/O reads into huge pages twice as fast (docs/results/storage.md): a request is a list of memory segments of
-    limited length, and with pages of 4 KiB it holds 1 MiB at most.
-    """
+    """Private anonymous memory, in huge pages where the kernel has them: direct I/O reads into those twice as fast
+    (docs/results/storage.md), as a request is a list of segments of limited length."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel built without them
         memory.madvise(mmap.MADV_HUGEPAGE)

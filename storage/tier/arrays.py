@@ -90,17 +90,11 @@ class Array:
         """The drive and the chunk file that the part's next write goes to."""
         return self.chunk(self.target, self.next_slot(), part)
 
-    def latest(self, part: int) -> ChunkFile:
-        """The chunk file that holds the latest state of a part, written or committed."""
-        if part not in self.written:
-            return self.committed_file(part)
-        return self._file(*self.next(part), part, self.written[part])
-
-    def committed_file(self, part: int) -> ChunkFile:
-        return self._file(*self.committed(part), part, self.crcs[part])
-
-    def _file(self, drive: Drive, path: Path, part: int, crc: int) -> ChunkFile:
+    def file(self, part: int, *, fresh: bool = False) -> ChunkFile:
+        """The chunk file of a part as it is committed, or as it was written since where `fresh`."""
+        drive, path = self.next(part) if fresh else self.committed(part)
         start, stop = self.parts[part]
+        crc = self.written[part] if fresh else self.crcs[part]
         return ChunkFile(drive, path, self.form, (stop - start) * self.spec.item_bytes, crc)
 
     def payload(self, part: int, tensor: torch.Tensor) -> torch.Tensor:

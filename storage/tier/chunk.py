@@ -51,10 +51,7 @@ class ChunkFormat:
 
 
 def supports_direct(folder: Path) -> bool:
-    """Whether a block can be written to existing `folder` by direct I/O: some network and memory file systems refuse.
-
-    True as well where nothing can be written: whoever wants to learns the reason.
-    """
+    """Whether a block can be written to existing `folder` by direct I/O; true as well where nothing can be written."""
     probe = folder / f".direct-{os.getpid()}.tmp"
     try:
         with held(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o644)) as fd:
@@ -68,11 +65,9 @@ def supports_direct(folder: Path) -> bool:
 
 
 def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> int:
-    """Write `data` uint8 [<= part_bytes] as chunk file `path`, in place where it exists; not synced.
+    """Write `data` uint8 [<= part_bytes] as chunk file `path`, not synced; the CRC-32C of payload and padding. OSError.
 
-    Returns the CRC-32C of payload and padding. Overwriting in place keeps the file's extents and so costs no
-    allocation. A file that a checkpoint shares is left to it and replaced by a new one. OSError on a full or failing
-    disk.
+    In place, which costs no allocation; but a file that a checkpoint shares is left to it and replaced by a new one.
     """
     crc = checksum(data.data, form.stored_bytes - data.size)
     whole, end, requests = _requests(data, form)
@@ -108,10 +103,8 @@ def _requests(data: Bytes, form: ChunkFormat) -> tuple[int, memoryview, list[tup
 
 
 def _open_own(path: Path, flags: int, file_bytes: int) -> int:
-    """Open `path` for writing, making it where it is missing; a file with other hard links is replaced by a new one.
-
-    A longer file is cut to `file_bytes`: what would stay behind the checksum would make the chunk unreadable.
-    """
+    """Open `path` for writing, making it where it is missing; a file with other hard links is replaced by a new one,
+    and a longer one is cut to `file_bytes`."""
     flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags, 0o644)
     try:
@@ -146,10 +139,8 @@ def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expec
 
 
 def check_chunk(path: Path, memory: Bytes, form: ChunkFormat, expected: int) -> None:
-    """Read chunk file `path` into `memory` uint8 [file_bytes], padding included, and check both checksums.
-
-    Direct I/O where `memory` starts at a 4 KiB address. ChunkError and OSError as in read_chunk.
-    """
+    """Read chunk file `path` into `memory` uint8 [file_bytes], padding included, and check both checksums, directly
+    where `memory` starts at a 4 KiB address. ChunkError and OSError as in read_chunk."""
     with held(_open_chunk(path, form, direct=_is_aligned(memory))) as fd:
         _pread(fd, [memory.data], 0)
     stored = int.from_bytes(memory[form.stored_bytes :].tobytes(), "little")

@@ -62,6 +62,25 @@ class Identity:
         root = root.resolve()
         return Identity(store, drive, str(root), checkpoint, root.stat().st_ino, filesystem_id(root))
 
+    @staticmethod
+    def read(folder: Path) -> Identity | None:
+        """What `folder` says that it is; None where it says nothing or is not there. UserError when unreadable."""
+        path = folder / IDENTITY_NAME
+        try:
+            return typed(parse_object(read_regular(path, most_bytes=1 << 20)), Identity)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path}: not a readable drive identity ({type(error).__name__}: {error}); restore it from a copy, or "
+                "choose an empty folder"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        """Write drive.json durably where it does not say this already."""
+        if Identity.read(folder) != self:
+            atomic_write(folder / IDENTITY_NAME, json.dumps(asdict(self), indent=1) + "\n")
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -157,26 +176,6 @@ def distinct(folders: Iterable[Path]) -> list[Path]:
     return list(result.values())
 
 
-def read_identity(folder: Path) -> Identity | None:
-    """What `folder` says that it is; None where it says nothing or is not there. UserError when it is unreadable."""
-    path = folder / IDENTITY_NAME
-    try:
-        return typed(parse_object(read_regular(path, most_bytes=1 << 20)), Identity)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: not a readable drive identity ({type(error).__name__}: {error}); restore it from a copy, or "
-            "choose an empty folder"
-        ) from error
-
-
-def write_identity(folder: Path, identity: Identity) -> None:
-    """Write drive.json durably where it does not say this already."""
-    if read_identity(folder) != identity:
-        atomic_write(folder / IDENTITY_NAME, json.dumps(asdict(identity), indent=1) + "\n")
-
-
 def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Path]:
     """Where the drives of a manifest in `root` are now: found by identity in `given`, else where they were.
 
@@ -209,7 +208,7 @@ def present(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, P
 
 def _drive_of(folder: Path, current: Manifest) -> str | None:
     """Which drive of the manifest's store or checkpoint `folder` says that it is; "" or None for none. UserError."""
-    identity = read_identity(folder)
+    identity = Identity.read(folder)
     known = identity is not None and (identity.store, identity.checkpoint) == (current.store, current.checkpoint)
     return identity.drive if identity is not None and known else None
 
@@ -226,13 +225,6 @@ def require_present(current: Manifest, root: Path, result: Container[str]) -> No
                 f"{os.path.normpath(path)}: this drive holds part of {what} (listed in {root / 'manifest.json'}), and "
                 f"{state}: is it mounted? If it has moved, set storage.nvme to its new path"
             )
-
-
-def record(drive_id: str, folder: Path, base: Path, root: Path, *, active: bool) -> DriveRecord:
-    """The manifest's record of a drive: its path relative to `root`, the manifest's folder, where it is in `base`."""
-    folder, base = folder.resolve(), base.resolve()
-    inside = folder == base or base in folder.parents
-    return DriveRecord(drive_id, os.path.relpath(folder, root.resolve()) if inside else str(folder), active)
 
 
 class DriveSet:
@@ -284,9 +276,9 @@ class DriveSet:
     def identify(self) -> None:
         """Write the identity of every drive, all of them this store's own, durably. UserError when a drive fails."""
         for drive in self:
-            write_identity(drive.folder, Identity.of(self.store, drive.id, self.root))
+            Identity.of(self.store, drive.id, self.root).write(drive.folder)
         if self.root.resolve() not in {drive.folder.resolve() for drive in self}:
-            write_identity(self.root, Identity.of(self.store, "", self.root))
+            Identity.of(self.store, "", self.root).write(self.root)
         for folder in {self.root, *self.folders}:
             with reporting(folder, "syncing"):
                 fsync_ancestors(folder)
@@ -294,7 +286,7 @@ class DriveSet:
     def records(self) -> tuple[DriveRecord, ...]:
         """The manifest's records: active drives in striping order, then the others."""
         ordered = dict.fromkeys([*self.active, *self])
-        return tuple(record(d.id, d.folder, self.root, self.root, active=d in self.active) for d in ordered)
+        return tuple(DriveRecord.of(d.id, d.folder, self.root, self.root, active=d in self.active) for d in ordered)
 
     def retire(self, used: Container[Drive]) -> list[Path]:
         """Give up the inactive drives that are not `used`; returns their folders."""

@@ -88,6 +88,13 @@ class DriveRecord(Struct, frozen=True, forbid_unknown_fields=True):
     active: bool
     """Whether new state is written to it; the others hold state from before the run changed drives."""
 
+    @staticmethod
+    def of(id: str, folder: Path, base: Path, root: Path, *, active: bool = True) -> DriveRecord:
+        """The record of a drive in the manifest in `root`: its path is relative where it is in `base`."""
+        folder, base = folder.resolve(), base.resolve()
+        path = os.path.relpath(folder, root.resolve()) if folder.is_relative_to(base) else str(folder)
+        return DriveRecord(id, path, active)
+
 
 class _File(Struct):
     """What the file holds beside format, version and checksum."""

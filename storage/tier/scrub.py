@@ -13,10 +13,10 @@ import torch
 
 from penstock.storage.files.disk import disk_error
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.units import Report, bytes_text, no_report
+from penstock.storage.files.units import Report, bytes_text
 from penstock.storage.tier.arena import empty_aligned
 from penstock.storage.tier.chunk import ChunkError, ChunkFormat, check_chunk
-from penstock.storage.tier.drives import Drive
+from penstock.storage.tier.drives import READ_THREADS, Drive
 from penstock.storage.tier.readers import Reader
 
 _MOST_LISTED = 20
@@ -60,11 +60,11 @@ def _reported(file: ChunkFile, origin: str) -> Iterator[None]:
         raise disk_error(error, file.path, f"reading {file.payload_bytes:,} bytes of {origin}") from error
 
 
-def scrub(files: Iterable[ChunkFile], origin: str, threads: int, report: Report = no_report) -> int:
-    """Read the files, `threads` at a time on every drive and all drives at once; returns the bytes read.
+def scrub(files: Iterable[ChunkFile], origin: str, report: Report) -> int:
+    """Read the files, READ_THREADS at a time on every drive and all drives at once; returns the bytes read.
 
-    Every byte of every file is checked, by direct I/O into memory of its own: `threads` chunks for each drive.
-    UserError naming every file that is not what was written, the first 20 of them.
+    Every byte of every file is checked, by direct I/O into memory of its own. UserError naming every file that is not
+    what was written, the first 20 of them.
     """
     work: dict[Drive, deque[ChunkFile]] = defaultdict(deque)
     total = largest = 0
@@ -91,7 +91,7 @@ def scrub(files: Iterable[ChunkFile], origin: str, threads: int, report: Report 
                 damaged.append(str(error))
             report(next(count) / num_files, f"of {bytes_text(total)}")
 
-    futures = [drive.readers.submit(run, queue) for drive, queue in work.items() for _ in range(threads)]
+    futures = [drive.readers.submit(run, queue) for drive, queue in work.items() for _ in range(READ_THREADS)]
     for future in futures:
         future.result()
     if damaged:

@@ -1,8 +1,7 @@
 """How worn a drive is, as smartctl or nvme-cli say where they are installed and may be used, and how warm.
 
 The tools usually need root; the kernel's sensors in /sys do not (of SATA and SAS drives with its module drivetemp).
-Nothing here fails or delays a run: no tool, no permission, an odd answer or none within a few seconds all mean that the
-figure is absent.
+Without a tool, a permission, or a sound answer within a few seconds a figure is absent.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _SENSORS = ("hwmon*", "hwmon/hwmon*", "nvme*/hwmon*", "nvme*/hwmon/hwmon*")
 
 
 def percentage_used(folder: Path) -> float | None:
-    """Of the life that its maker rates it for, the most worn drive's under `folder`; may exceed 100. None where none
-    tells."""
+    """Of the life that its maker rates it for, the most worn drive's under `folder`; may exceed 100. None: unknown."""
     result = [used for disk in device_of(folder).disks if (used := _used(disk)) is not None]
     return max(result, default=None)
 
@@ -74,10 +72,8 @@ def _run(command: list[str]) -> Any:
 
 
 def disk_temperature(disks: Iterable[str], sys: Path = Path("/sys")) -> float | None:
-    """Degrees Celsius of the warmest of `disks`, named as the kernel does (nvme0n1), by the first sensor of each.
-
-    An NVMe drive's first sensor is its composite temperature, which its own limits are about.
-    """
+    """Degrees Celsius of the warmest of `disks`, named as the kernel does (nvme0n1), by the first sensor of each: an
+    NVMe drive's composite temperature."""
     result = [celsius for disk in disks if (celsius := _temperature(sys / "block" / disk / "device")) is not None]
     return max(result, default=None)
 
