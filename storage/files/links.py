@@ -107,21 +107,18 @@ def require_of_data(files: Iterable[Path], root: Path) -> None:
         folder = file.parent
         if folder not in is_plain:
             is_plain[folder] = folder.resolve().is_relative_to(base)
-        if not is_plain[folder] or file.is_symlink():
-            _require_one(file, root, base)
-
-
-def _require_one(file: Path, root: Path, base: Path) -> None:
-    real = real_target(file)
-    if _is_within(real, base):
-        return
-    target = root
-    for part in file.relative_to(root).parts:
-        target /= part
-        if target.is_symlink():
-            _require_own(target, real)
-    if not any(_ENTRY.fullmatch(parent.name) for parent in real.parents):
-        _require_public(file, real)
+        if is_plain[folder] and not file.is_symlink():
+            continue
+        real = real_target(file)
+        if _is_within(real, base):
+            continue
+        target = root
+        for part in file.relative_to(root).parts:
+            target /= part
+            if target.is_symlink():
+                _require_own(target, real)
+        if not any(_ENTRY.fullmatch(parent.name) for parent in real.parents):
+            _require_public(file, real)
 
 
 def below_data(root: Path) -> Iterator[Path]:

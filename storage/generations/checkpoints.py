@@ -15,12 +15,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.storage.files.disk import fsync_dir, link_or_copy, make_folder, reporting, write_file
 from penstock.storage.files.errors import UserError
-from penstock.storage.generations.ownership import owned, require_plain
+from penstock.storage.generations.ownership import foreign, require_plain
 from penstock.storage.tier import manifest
 from penstock.storage.tier.arrays import Array, make_folders
 from penstock.storage.tier.drives import CHECKPOINTS, IDENTITY_NAME, Drive, DriveSet, Identity, Locks, locate
@@ -32,8 +33,7 @@ _UNFINISHED = ".unfinished"
 """File in a checkpoint's folder on a drive while it is made or deleted: what bears it and is not listed may go."""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(NamedTuple):
     """Checkpoints that are named after their steps."""
 
     prefix: str
@@ -149,7 +149,11 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
                 _unmark(path)
             _tombstone(root, name).unlink(missing_ok=True)
     except BaseException:
-        _abandon(folder, bases.values())
+        with contextlib.suppress(OSError):  # as far as the disk lets; where the manifest stays, it may be listed
+            (folder / manifest.FILE_NAME).unlink(missing_ok=True)
+            for path in {folder, *bases.values()}:
+                with contextlib.suppress(OSError):
+                    remove(path)
         raise
 
 
@@ -311,11 +315,11 @@ def _bases(root: Path, name: str) -> set[Path]:
     result = {folder} | _recorded(folder)
     with contextlib.suppress(UserError):
         result |= {root / drive.path / CHECKPOINTS / name for drive in Manifest.read(root).drives}
-    named = {base: identity for base in result - {folder} if (identity := Identity.read(base)) is not None}
-    mine = owned({base: identity for base, identity in named.items() if identity.checkpoint == name}, root)
+    identities = {base: Identity.read(base) for base in result - {folder}}
+    named = {base for base, identity in identities.items() if identity is not None and identity.checkpoint == name}
+    mine = named - foreign(named, root)
     # Of a run directory that has moved since only the drive itself knows.
-    drives = {base.parent.parent: identity for base in mine if (identity := Identity.read(base.parent.parent))}
-    others = drives.keys() - owned(drives, root)
+    others = foreign({base.parent.parent for base in mine}, root)
     return {folder} | {base for base in mine if base.parent.parent not in others}
 
 
@@ -332,12 +336,3 @@ def _recorded(folder: Path) -> set[Path]:
     with contextlib.suppress(UserError):
         return {Path(os.path.normpath(folder / drive.path)) for drive in Manifest.read(folder).drives}
     return set()
-
-
-def _abandon(folder: Path, bases: Iterable[Path]) -> None:
-    """Remove what was made, as far as the disk lets; where its manifest stays the rest does, as it may be listed."""
-    with contextlib.suppress(OSError):
-        (folder / manifest.FILE_NAME).unlink(missing_ok=True)
-        for path in {folder, *bases}:
-            with contextlib.suppress(OSError):
-                remove(path)

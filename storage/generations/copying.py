@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -
         locks.take(root)
         current = Manifest.read(root)
         result, _ = ownership.find_drives(current, root, [], to_change=False)
-        for folder in _foreign(result.values(), root):
+        for folder in sorted(ownership.foreign(result.values(), root)):
             locks.take(folder)  # before the first checkpoint is copied
         ids: dict[str, Path] = {}
         linked: _Linked = {}
@@ -43,7 +43,7 @@ def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -
         for path in (*sorted((root / CHECKPOINTS).glob(f"[!.]*/{manifest.FILE_NAME}")), root / manifest.FILE_NAME):
             content = Manifest.read(path.parent)
             result = locate(content, path.parent, [])
-            foreign = _foreign(result.values(), root)
+            foreign = sorted(ownership.foreign(result.values(), root))
             if not foreign:
                 continue
             for folder in foreign:
@@ -51,12 +51,6 @@ def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -
             ids = ids or _claim(targets, foreign, content.store, root, locks)
             total += _copy(content, path.parent, root, result, ids, linked, report)
     return total
-
-
-def _foreign(folders: Iterable[Path], root: Path) -> list[Path]:
-    """Those of the drives' folders that another run directory owns."""
-    named = {folder: identity for folder in folders if (identity := Identity.read(folder)) is not None}
-    return sorted(named.keys() - ownership.owned(named, root))
 
 
 def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: Path, locks: Locks) -> dict[str, Path]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from penstock.storage.files.disk import fsync_ancestors, reporting, require_writable
@@ -263,6 +263,7 @@ def is_same(first: Path, second: Path) -> bool:
         return os.path.normpath(first) == os.path.normpath(second)
 
 
-def owned(bases: Mapping[Path, Identity], root: Path) -> set[Path]:
-    """Of folders on drives those that no other run directory than that of `root` owns."""
-    return {base for base, identity in bases.items() if owner(base, identity, root) is None}
+def foreign(folders: Iterable[Path], root: Path) -> set[Path]:
+    """Of folders on drives those that another run directory than that of `root` owns."""
+    named = {folder: identity for folder in folders if (identity := Identity.read(folder)) is not None}
+    return {folder for folder, identity in named.items() if owner(folder, identity, root) is not None}

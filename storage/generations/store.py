@@ -16,6 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ class NvmeStore:
         root = Path(root).expanduser().absolute()
         folders = distinct(drives or [root])
         require_writable(root)
-        locks = Locks()
-        try:
+        with ExitStack() as stack:
+            locks = stack.enter_context(Locks())
             locks.take(root)
             if (root / manifest.FILE_NAME).exists() or manifest.has_backup(root):
                 Manifest.read(root)  # says so where it is damaged or gone
@@ -109,9 +110,7 @@ class NvmeStore:
                     remove_arrays(folder)
                     shutil.rmtree(folder / SCRATCH, ignore_errors=True)
             store._settle()
-        except BaseException:
-            locks.release()
-            raise
+            stack.pop_all()  # held until `close`
         return store
 
     @staticmethod
@@ -135,8 +134,8 @@ class NvmeStore:
         root = Path(root).expanduser().absolute()
         given = distinct(drives or [])
         read_only = Manifest.read(root).checkpoint is not None or read_only
-        locks = Locks()
-        try:
+        with ExitStack() as stack:
+            locks = stack.enter_context(Locks())
             locks.take(root)
             current = Manifest.read(root)  # again: it may have moved before the lock was ours
             result, said = ownership.find_drives(current, root, given, to_change=not read_only)
@@ -168,9 +167,7 @@ class NvmeStore:
                 store._settle()
                 store._move_fixed()
                 store.warnings += said + ownership.unlisted(root, [drive.folder for drive in store._drives])
-        except BaseException:
-            locks.release()
-            raise
+            stack.pop_all()  # held until `close`
         return store
 
     def add_scratch(self, arrays: Sequence[ArraySpec]) -> None:

@@ -19,7 +19,7 @@ from penstock.storage.offsite.location import Location
 from penstock.storage.tier import manifest
 from penstock.storage.tier.arrays import zarr_json
 from penstock.storage.tier.drives import Locks, distinct, require_capacity
-from penstock.storage.tier.manifest import ArraySpec, DriveRecord, Manifest, Stored
+from penstock.storage.tier.manifest import DriveRecord, Manifest, Stored
 
 _MOST_SMALL_BYTES = 1 << 24
 _MOST_FILES_BYTES = 1 << 46
@@ -41,11 +41,7 @@ class Remote:
     @property
     def num_bytes(self) -> int:
         """Of state and files."""
-        return sum(map(_array_bytes, self.manifest.arrays)) + sum(map(file_bytes, self.files.values()))
-
-
-def _array_bytes(spec: ArraySpec) -> int:
-    return len(spec.parts()) * spec.form.file_bytes
+        return sum(spec.slot_bytes for spec in self.manifest.arrays) + sum(map(file_bytes, self.files.values()))
 
 
 def find(open_link: Callable[[Location], Link], location: Location, name: str | None) -> tuple[Link, Remote]:
@@ -165,6 +161,6 @@ def fetch_state(link: Link, result: Remote, root: Path, drives: Sequence[Path], 
 
 def _require_capacity(result: Remote, folders: Sequence[Path]) -> None:
     """UserError unless the drives hold two generations, less what an earlier try has left there."""
-    need = sum(_array_bytes(spec) * (1 if spec.fixed else 2) for spec in result.manifest.arrays)
+    need = sum(spec.slot_bytes * (1 if spec.fixed else 2) for spec in result.manifest.arrays)
     there = sum(path.stat().st_blocks * 512 for folder in folders for path in folder.glob("*/*/0/c.*.0"))
     require_capacity(dict.fromkeys(folders, max(0, need - there) // len(folders)), "two generations of the state")

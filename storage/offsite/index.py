@@ -214,8 +214,7 @@ def require_usable(link: Link, root: Path, store: str | None) -> None:
 
 def read_tokens(root: Path, location: str) -> list[str]:
     """Tokens of the index at `location` that the run of the store in `root` may replace."""
-    tokens = _record(root).get(location, [])
-    return [token for token in tokens if isinstance(token, str)] if isinstance(tokens, list) else []
+    return _record(root).get(location, [])
 
 
 def write_tokens(root: Path, location: str, tokens: list[str]) -> None:
@@ -223,11 +222,10 @@ def write_tokens(root: Path, location: str, tokens: list[str]) -> None:
     atomic_write(root / RECORD_NAME, _encode({"locations": {**_record(root), location: tokens}}))
 
 
-def _record(root: Path) -> dict[str, Any]:
+def _record(root: Path) -> dict[str, list[str]]:
     try:
         content = parse_object(read_regular(root / RECORD_NAME, most_bytes=1 << 20))
-        tokens = unseal(content).content.get("locations")
-        return tokens if isinstance(tokens, dict) else {}
+        return typed(unseal(content).content.get("locations"), dict[str, list[str]])
     except (OSError, ValueError):
         return {}
 

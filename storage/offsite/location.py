@@ -121,8 +121,7 @@ def parse_location(text: str, field: str) -> Location:
 
 def _folder(text: str, field: str) -> Location:
     try:
-        path = Path(text).expanduser().absolute()
-        folder = os.path.normpath(path)
+        folder = os.path.normpath(Path(text).expanduser().absolute())
     except (RuntimeError, OSError) as error:
         raise UserError(f"{field}: '{one_line(text, 100)}' is not a folder ({one_line(error)}); name another") from None
     if folder == "/":

@@ -114,14 +114,9 @@ class Array:
             raise AssertionError(f"{self.name} was never written")
         return Stored(self.slot, tuple(drive.id for drive in self.layout), self.crcs)
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot on all drives."""
-        return len(self.parts) * self.form.file_bytes
-
     def disk_bytes(self) -> int:
         """Bytes on all drives: two slots, or one of scratch or where it is fixed."""
-        return self.slot_bytes * (1 if self.scratch or self.spec.fixed else 2)
+        return self.spec.slot_bytes * (1 if self.scratch or self.spec.fixed else 2)
 
 
 def zarr_json(spec: ArraySpec) -> bytes:

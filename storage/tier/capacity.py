@@ -37,7 +37,7 @@ class Capacity:
 
     def require_checkpoint(self, arrays: Collection[Array], count: int, what: str) -> None:
         """Room for one more checkpoint of the committed `arrays`, when there are `count` already."""
-        size = sum(array.slot_bytes for array in arrays if not array.scratch and not array.spec.fixed)
+        size = sum(array.spec.slot_bytes for array in arrays if not array.scratch and not array.spec.fixed)
         self._require_budget(size, arrays, what, beside=size * count)
         self.require_to_write(arrays, what, shared=True)
 

@@ -193,11 +193,11 @@ def present(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, P
         candidates = [folder] if current.checkpoint is None else [folder, folder / CHECKPOINTS / current.checkpoint]
         for candidate in candidates:
             id = _drive_of(candidate, current)
-            if id and id in result:
+            if id in result:
                 raise UserError(
                     f"storage.nvme: {candidate} and {result[id]} are copies of the same drive; name only one"
                 )
-            if id:
+            if id is not None:
                 result[id] = candidate
     for record in current.drives:
         path = root / record.path  # a recorded absolute path stays what it is
@@ -207,10 +207,11 @@ def present(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, P
 
 
 def _drive_of(folder: Path, current: Manifest) -> str | None:
-    """Which drive of the manifest's store or checkpoint `folder` says that it is; "" or None for none. UserError."""
+    """Which drive of the manifest's store or checkpoint `folder` says that it is; None for none. UserError."""
     identity = Identity.read(folder)
-    known = identity is not None and (identity.store, identity.checkpoint) == (current.store, current.checkpoint)
-    return identity.drive if identity is not None and known else None
+    if identity is None or (identity.store, identity.checkpoint) != (current.store, current.checkpoint):
+        return None
+    return identity.drive or None
 
 
 def require_present(current: Manifest, root: Path, result: Container[str]) -> None:

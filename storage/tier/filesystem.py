@@ -89,35 +89,25 @@ def check_folder(folder: Path) -> list[str]:
 
     A missing folder is judged by its nearest existing parent. Writes and removes a probe file where it may.
     """
-    mount = mount_of(folder)
-    kind = mount.filesystem
+    kind = mount_of(folder).filesystem
     if kind in MEMORY:
         return [
             f"{folder}: {kind} is kept in memory: files here take RAM on top of budgets.ram and are lost at reboot; "
             "choose a folder on a drive"
         ]
-    warnings = []
-    if _NETWORK.fullmatch(kind) or (kind.startswith("fuse") and kind not in _LOCAL_FUSE):
-        warnings.append(
-            f"{folder}: {kind} is a network file system: locks and durability depend on the server, and speed on the "
-            "network; a local drive is safer and faster"
-        )
-    if kind in _LAYERED:
-        warnings.append(
-            f"{folder}: {kind} is a container's writable layer: it is lost with the container and slower than the "
-            "drive beneath it; mount a host folder and use that"
-        )
-    if not supports_direct(existing(folder)):
-        warnings.append(
-            f"{folder}: {kind} here does not support direct I/O: reads and writes go through the page cache, which is "
-            "slower and takes memory that budgets.ram does not count"
-        )
     device = device_of(folder)
-    if device.rotational:
-        warnings.append(
-            f"{folder}: on a hard disk ({device.model or device.name}), which reaches a few percent of an SSD's speed"
-        )
-    return warnings
+    disk = device.model or device.name
+    is_network = _NETWORK.fullmatch(kind) or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
+    doubts = {
+        f"{kind} is a network file system: locks and durability depend on the server, and speed on the network; a "
+        "local drive is safer and faster": is_network,
+        f"{kind} is a container's writable layer: it is lost with the container and slower than the drive beneath it; "
+        "mount a host folder and use that": kind in _LAYERED,
+        f"{kind} here does not support direct I/O: reads and writes go through the page cache, which is slower and "
+        "takes memory that budgets.ram does not count": not supports_direct(existing(folder)),
+        f"on a hard disk ({disk}), which reaches a few percent of an SSD's speed": device.rotational,
+    }
+    return [f"{folder}: {doubt}" for doubt, holds in doubts.items() if holds]
 
 
 def device_of(folder: Path) -> Device:

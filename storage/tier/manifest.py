@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta, Struct, to_builtins
 
-from penstock.storage.files.disk import prepare_file, publish, write_file
+from penstock.storage.files.disk import prepare_file, publish, temporary_name, write_file
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.sealed import hex_crc
 from penstock.storage.files.untrusted import MOST_WHOLE, Count, is_whole, parse_object, read_regular, typed
@@ -66,6 +66,11 @@ class ArraySpec(Struct, frozen=True, omit_defaults=True):
     def parts(self) -> list[tuple[int, int]]:
         """The parts as (start, stop) in elements."""
         return part_ranges(self.numel, self.part_numel)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of its chunk files, on all drives."""
+        return len(self.parts()) * self.form.file_bytes
 
 
 class Stored(Struct, frozen=True):
@@ -156,9 +161,8 @@ class Manifest:
         content = self.encode()
         for folder in folders:
             with contextlib.suppress(OSError):
-                temporary = folder / f".{BACKUP_NAME}.{os.getpid()}.tmp"
-                write_file(temporary, content)
-                os.replace(temporary, folder / BACKUP_NAME)
+                write_file(temporary_name(folder / BACKUP_NAME), content)
+                os.replace(temporary_name(folder / BACKUP_NAME), folder / BACKUP_NAME)
 
     def encode(self) -> bytes:
         content = {

@@ -70,11 +70,22 @@ class Readers:
         reader = self.device
         if reader is None or reader is self.host:
             return self
+        form = chunk.ChunkFormat(out.numel())
+        data = torch.arange(-(-out.numel() // 4), dtype=torch.int32).view(torch.uint8)[: out.numel()]  # nothing repeats
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="nvme-probe", initializer=on_thread_start) as thread:
                 for folder in folders:
-                    location = existing(folder)
-                    _probe(lambda path, form: thread.submit(reader.read, path, out, form, None).result(), out, location)
+                    path = existing(folder) / f".probe-{os.getpid()}.tmp"
+                    try:
+                        chunk.write_chunk(path, data.numpy(), form, direct=False)
+                        out.zero_()
+                        if out.is_cuda:
+                            torch.cuda.synchronize(out.device)  # the zeros must not arrive after the data
+                        thread.submit(reader.read, path, out, form, None).result()
+                        if not torch.equal(out.cpu(), data):
+                            raise OSError(errno.EIO, "a test file was read back with different bytes", str(path))
+                    finally:
+                        path.unlink(missing_ok=True)
         except Exception as error:  # of a library or driver, out of room, no permission: each has its own type
             return _without_device(self.host, error)
         return self
@@ -221,7 +232,7 @@ def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -
     if result.device is None or result.device is result.host:
         return result
     try:
-        memory = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+        memory = torch.empty(1 << 20, dtype=torch.uint8, device=device)
     except Exception as error:  # no such device, no memory left
         return _without_device(result.host, error)
     return result.confirm(memory, folders)
@@ -231,27 +242,6 @@ def _without_device(host: Reader, error: Exception) -> Readers:
     why = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
     why += "; install it with: pip install 'penstock[gpu]'" if isinstance(error, ImportError) else ""
     return Readers(host, None, f"kvikio is not used; reads to the GPU go through host memory ({host.name}): {why}")
-
-
-_PROBE_BYTES = 1 << 20
-
-
-def _probe(read: Callable[[Path, chunk.ChunkFormat], None], out: torch.Tensor, folder: Path) -> None:
-    """Write a chunk file to `folder`, have it read into `out` and compare; raises what goes wrong."""
-    size = out.numel()
-    data = torch.arange(-(-size // 4), dtype=torch.int32).view(torch.uint8)[:size]  # no piece is like another
-    form = chunk.ChunkFormat(size)
-    path = folder / f".probe-{os.getpid()}.tmp"
-    try:
-        chunk.write_chunk(path, data.numpy(), form, direct=False)
-        out.zero_()
-        if out.is_cuda:
-            torch.cuda.synchronize(out.device)  # the zeros must not arrive after the data
-        read(path, form)
-        if not torch.equal(out.cpu(), data):
-            raise OSError(errno.EIO, "a test file was read back with different bytes", str(path))
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,21 +60,18 @@ def _reported(file: ChunkFile, origin: str) -> Iterator[None]:
         raise disk_error(error, file.path, f"reading {file.payload_bytes:,} bytes of {origin}") from error
 
 
-def scrub(files: Iterable[ChunkFile], origin: str, report: Report) -> int:
+def scrub(files: Collection[ChunkFile], origin: str, report: Report) -> int:
     """Read the files, READ_THREADS at a time on every drive and all drives at once; returns the bytes read.
 
     Every byte of every file is checked, by direct I/O into memory of its own. UserError naming every file that is not
     what was written, the first 20 of them.
     """
     work: dict[Drive, deque[ChunkFile]] = defaultdict(deque)
-    total = largest = 0
     for file in files:
         work[file.drive].append(file)
-        total += file.form.file_bytes
-        largest = max(largest, file.form.file_bytes)
+    total, largest = sum(file.form.file_bytes for file in files), max((f.form.file_bytes for f in files), default=0)
     damaged: list[str] = []
     count = itertools.count(1)
-    num_files = sum(map(len, work.values()))
 
     def run(queue: deque[ChunkFile]) -> None:
         memory = empty_aligned(largest, torch.uint8).numpy()
@@ -89,7 +86,7 @@ def scrub(files: Iterable[ChunkFile], origin: str, report: Report) -> int:
                 file.drive.count(read=file.form.file_bytes)
             except UserError as error:
                 damaged.append(str(error))
-            report(next(count) / num_files, f"of {bytes_text(total)}")
+            report(next(count) / len(files), f"of {bytes_text(total)}")
 
     futures = [drive.readers.submit(run, queue) for drive, queue in work.items() for _ in range(READ_THREADS)]
     for future in futures:
