@@ -1,9 +1,8 @@
 """Which CPUs a run's threads use on a machine with a GPU: those of the GPU's NUMA node, in three sets.
 
 A lane's thread only hands out work, but where it is late the GPU stands still. So the lanes have a few cores to
-themselves, the drives' threads, which compute checksums, have some others, and the optimizer's threads have the rest of
-the node, whose memory the pinned arena is taken from. Everything is read from sysfs, and bindings end with the threads
-that have them.
+themselves, the drives' threads, which compute checksums, some others, and the optimizer's the rest of the node, whose
+memory the pinned arena is taken from.
 """
 
 from __future__ import annotations

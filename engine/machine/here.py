@@ -19,9 +19,7 @@ _GPU_DEVICES = ("nvidia0", "nvhost-gpu", "dxg")
 
 def machine_here(folder: Path) -> Machine:
     """This machine, without PyTorch where it was probed or has no GPU; `folder` is on the drive where it was not.
-
-    Raises UserError for a broken profile.
-    """
+    UserError for a broken profile."""
     stored = stored_machine()
     if stored is not None:
         return stored
