@@ -95,7 +95,8 @@ def reporting(path: Path, doing: str, *, named: bool = False) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise disk_error(error, Path(error.filename or path) if named else path, doing) from error
+        where = error.filename if named and isinstance(error.filename, str) else path
+        raise disk_error(error, Path(where), doing) from error
 
 
 @contextmanager
