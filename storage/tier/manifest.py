@@ -188,9 +188,12 @@ class Manifest:
         try:
             manifest = decode(read_regular(path))
         except FileNotFoundError as error:
-            what = "no such file: no generation was committed here, or the drive is not mounted"
-            none = f"{what}; mount it, or start a new run"
-            raise UserError(f"{path}: {none if backup is None else f'the file is missing; {hint}'}") from error
+            if backup is not None:
+                raise UserError(f"{path}: the file is missing; {hint}") from error
+            raise UserError(
+                f"{path}: no such file: no generation was committed here, or the drive is not mounted; mount it, or "
+                "start a new run"
+            ) from error
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
         except ValueError as error:

@@ -216,8 +216,8 @@ def find_readers(choice: str, device: torch.device) -> Readers:
         raise UserError(f"storage.reader: {choice!r} is not one of {', '.join(CHOICES)}")
     host: Reader = TensorstoreReader() if choice == "tensorstore" else DirectReader()
     if device.type == "cpu":
-        why = "kvikio reads into CUDA memory, but this run computes on the CPU; using direct instead"
-        return Readers(host, host, f"storage.reader: {why}" if choice == "kvikio" else None)
+        why = "storage.reader: kvikio reads into CUDA memory, but this run computes on the CPU; using direct instead"
+        return Readers(host, host, why if choice == "kvikio" else None)
     if choice not in ("auto", "kvikio"):
         return Readers(host, None)
     try:
