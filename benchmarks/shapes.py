@@ -44,7 +44,7 @@ from penstock.engine.forecast.flops import StepFlops, executed_flops, model_flop
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.compilers import layers_compile, optimizer_compiles
 from penstock.engine.machine.device import configure, memory_use
-from penstock.engine.machine.peaks import hfu, mfu, peak_flops
+from penstock.engine.machine.peaks import peak_flops, utilisation
 from penstock.engine.machine.probe_compute import products_of
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.session import Session
@@ -381,8 +381,8 @@ def figures(case: Case, setup: Cut, ran: Ran, kernels: dict[str, Any]) -> dict[s
         "tokens": ran.tokens,
         "step_s": step_s,
         "tokens_per_s": ran.tokens / step_s,
-        "mfu": mfu(model_flops(setup.full_spec, ran.lengths), step_s, peak),
-        "hfu": hfu(whole.total, step_s, peak),
+        "mfu": utilisation(model_flops(setup.full_spec, ran.lengths), step_s, peak),
+        "hfu": utilisation(whole.total, step_s, peak),
         "ratio": step_s / limit_s(whole, kernels),
         "ratio_once": step_s / limit_s(scaled_flops(once, depth), kernels),
         "measured": {

@@ -25,7 +25,7 @@ from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import training
 from penstock.engine.session import Session
 from penstock.storage.files.errors import UserError
-from penstock.storage.tier.wear import percentage_used
+from penstock.storage.tier.filesystem import percentage_used
 
 POLL_S = 0.2
 """Between two looks of a paused run at what is wanted of it."""

@@ -36,7 +36,7 @@ from penstock.app.runs.speed import MeanSpeed
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics
 from penstock.storage.files.disk import disk_error, prepare_file, publish, reporting
 from penstock.storage.files.untrusted import open_regular, printable
-from penstock.storage.tier.wear import disk_temperature
+from penstock.storage.tier.filesystem import device_of, disk_temperature
 
 HEARTBEAT_S = 0.5
 """Between two writes of status.json."""
@@ -109,8 +109,6 @@ class RunLog:
 
     def watch_drives(self, folders: Iterable[Path]) -> None:
         """Tell the temperature of the drives under these folders from now on."""
-        from penstock.storage.tier.filesystem import device_of  # loads numpy
-
         for folder in folders:
             with contextlib.suppress(OSError):
                 self._disks[str(folder)] = device_of(folder).disks

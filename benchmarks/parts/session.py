@@ -157,8 +157,8 @@ class DrawnState:
         start, end = self._plan.buffers[buffer].part(part)
         layout = self._layouts[buffer]
         for param in layout.params:
-            first = max(start, layout.offset(param.name))
-            last = min(end, layout.offset(param.name) + param.numel)
+            first = max(start, layout.offsets[param.name])
+            last = min(end, layout.offsets[param.name] + param.numel)
             if first >= last:
                 continue
             if param.decay:

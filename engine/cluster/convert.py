@@ -70,7 +70,7 @@ class _Source:
         if name in self._small:
             return self._small[name]
         buffer, kind, param = self._locations[name]
-        start = self._layouts[buffer].offset(param.name)
+        start = self._layouts[buffer].offsets[param.name]
         return _read(self._run.store, self._arrays[buffer, kind], start, param.numel).view(param.shape)
 
 

@@ -33,7 +33,7 @@ from penstock.engine.forecast.flops import (
 )
 from penstock.engine.forecast.search import promised_s
 from penstock.engine.machine.clusters import MOST_NODES, Cluster
-from penstock.engine.machine.peaks import mfu, peak_flops
+from penstock.engine.machine.peaks import peak_flops, utilisation
 from penstock.engine.machine.profile import AttentionRate
 from penstock.engine.model.spec import ModelSpec, graph_key
 from penstock.storage.files.errors import UserError
@@ -161,7 +161,7 @@ def cluster_forecast(
         "network_s": traffic.network_s,
         "bound_by": "compute" if compute_s >= links[slowest] else slowest,
         "network_gbit_per_s": cluster.gpu.network_gbit_per_s,
-        "mfu": mfu(model_flops(spec, lengths), step_s * cluster.gpus, peak),
+        "mfu": utilisation(model_flops(spec, lengths), step_s * cluster.gpus, peak),
         "would_fit": [] if peak_bytes <= budget else _would_fit(spec, recipe, cluster, recompute, compiled),
     }
 

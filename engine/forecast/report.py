@@ -12,7 +12,7 @@ from penstock.engine.forecast.flops import active_params, executed_flops, model_
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult, promised_s
 from penstock.engine.forecast.simulate import Simulation
-from penstock.engine.machine.peaks import hfu, mfu, peak_flops
+from penstock.engine.machine.peaks import peak_flops, utilisation
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import frozen_bytes, generation_bytes
@@ -69,8 +69,8 @@ def forecast(
         "bytes_per_step": simulation.bytes,
         "model_flops": wanted,
         "executed_flops": done,
-        "mfu": mfu(wanted, step_s, peak),
-        "hfu": hfu(done, step_s, peak),
+        "mfu": utilisation(wanted, step_s, peak),
+        "hfu": utilisation(done, step_s, peak),
         "run": _whole_run(task, plan, on, simulation),
         "reasons": reasons(result),
         "calibrated": calibration is not None,

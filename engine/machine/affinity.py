@@ -1,9 +1,8 @@
 """Which CPUs a run's threads use on a machine with a GPU: those of the GPU's NUMA node, in three sets.
 
 A lane's thread only hands out work, but where it is late the GPU stands still. So the lanes have a few cores to
-themselves, the drives' threads, which compute checksums, have some others, and the optimizer's threads have the rest of
-the node, whose memory the pinned arena is taken from. Everything is read from sysfs, and bindings end with the threads
-that have them.
+themselves, the drives' threads, which compute checksums, some others, and the optimizer's the rest of the node, whose
+memory the pinned arena is taken from.
 """
 
 from __future__ import annotations
@@ -78,33 +77,18 @@ def place_threads(device: torch.device) -> Placement | None:
 
 
 def placement(pci_address: str, allowed: frozenset[int], sysfs: Path = SYSFS) -> Placement | None:
-    """Share out the `allowed` CPUs on the node of the GPU at `pci_address` (0000:3b:00.0), or all of them if none is.
-
-    Whole cores: hyperthreads of one core are never split between lanes and optimizer.
-    """
-    node = gpu_node(pci_address, sysfs)
-    near = allowed & node_cpus(node, sysfs) if node is not None else allowed
-    if not near:
-        node, near = None, allowed
-    cores = _cores(near, sysfs)
+    """Share out the `allowed` CPUs on the node of the GPU at `pci_address` (0000:3b:00.0), or all of them if none is,
+    by whole cores: hyperthreads of one are never split between lanes and optimizer."""
+    node = int(next(lines_of(sysfs / "bus/pci/devices" / pci_address / "numa_node"), -1))
+    near = allowed & parse_cpu_list(next(lines_of(sysfs / f"devices/system/node/node{node}/cpulist"), ""))
+    cores = _cores(near or allowed, sysfs)
     count = min(LANE_CORES, len(cores) // 4)
     if count == 0:
         return None
     last = len(cores) - min(DRIVE_CORES, len(cores) // 8)
     lanes, rest = (frozenset[int]().union(*some) for some in (cores[:count], cores[count:last]))
     drives = frozenset[int]().union(*cores[last:]) or rest
-    return Placement(node, lanes, drives, rest, last - count)
-
-
-def gpu_node(pci_address: str, sysfs: Path = SYSFS) -> int | None:
-    """NUMA node of a PCI device; None where the machine has one node or does not say."""
-    node = int(next(lines_of(sysfs / "bus/pci/devices" / pci_address / "numa_node"), -1))
-    return node if node >= 0 else None
-
-
-def node_cpus(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
-    """CPUs of a NUMA node; empty where the machine does not say."""
-    return parse_cpu_list(next(lines_of(sysfs / f"devices/system/node/node{node}/cpulist"), ""))
+    return Placement(node if near else None, lanes, drives, rest, last - count)
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -108,72 +108,40 @@ _MMA_SYNC: dict[str, Shares] = {
 _AMPERE = (81.9 / _A5000, 77.4 / _A5000)
 _GB200_4 = (1418 / _GB200, 1209 / _GB200)
 
+_HOPPER_KERNELS: dict[str, Shares] = {
+    "flash-attn-3": _HOPPER_3,
+    "flash-attn-4": _HOPPER_3,
+    "torch-cudnn": {64: (388 / _H100, 433 / _H100), 128: (539 / _H100, 516 / _H100)},
+    "flash-attn-2": _HOPPER_2,
+    "torch-cuda-flash": _HOPPER_2,
+}
+_B200_KERNELS: dict[str, Shares] = {
+    "flash-attn-4": {128: _GB200_4},
+    "torch-cudnn": {128: (_GB200_4[0] / 1.3, _GB200_4[1] / 1.3)},
+}
+_AMPERE_KERNELS: dict[str, Shares] = {
+    "flash-attn-2": {64: _AMPERE, 128: _AMPERE},
+    "torch-cuda-flash": {size: (_AMPERE[0] * _TORCH, _AMPERE[1] * _TORCH) for size in (64, 128)},
+}
+_RTX_50_KERNELS = _MMA_SYNC | {
+    "flash-attn-4": {64: _GB10_4, 128: _short(190.6 * 51.43 / 49.93, _RTX_5090, _FLASH_4)},
+}
+_GB10_KERNELS = {
+    kernel: {size: rates for size in (64, 128)}
+    for kernel, rates in (("flash-attn-4", _GB10_4), ("torch-cudnn", _GB10_TORCH), ("torch-cuda-flash", _GB10_TORCH))
+}
+_FA2, _FA4 = ("flash-attn-2",), ("flash-attn-4",)
+_RTX_40, _RTX_30 = _products(0.90, 165.2, _14B, 1008), _products(0.877, 71.0, _8B, 936)
+_RTX_50 = _products(0.921, 209.5, _8B, 1792)
+_B200 = 0.776 * _HOPPER / 0.803
+
 ARCHITECTURES = (
-    Architecture(
-        name="Hopper",
-        gpus=r"(H100|H200|GH200)\b.*",
-        matmul_share=_HOPPER,
-        kernels={
-            "flash-attn-3": _HOPPER_3,
-            "flash-attn-4": _HOPPER_3,
-            "torch-cudnn": {64: (388 / _H100, 433 / _H100), 128: (539 / _H100, 516 / _H100)},
-            "flash-attn-2": _HOPPER_2,
-            "torch-cuda-flash": _HOPPER_2,
-        },
-        wanted=("flash-attn-3", "flash-attn-4"),
-        extra="flash4",
-    ),
-    Architecture(
-        name="data-centre Blackwell",
-        gpus=r"(B200|B300|GB200|GB300)\b.*",
-        matmul_share=0.776 * _HOPPER / 0.803,
-        kernels={
-            "flash-attn-4": {128: _GB200_4},
-            "torch-cudnn": {128: (_GB200_4[0] / 1.3, _GB200_4[1] / 1.3)},
-        },
-        wanted=("flash-attn-4",),
-        extra="flash4",
-    ),
-    Architecture(
-        name="Ada",
-        gpus=r"GeForce RTX 40\d\d\b.*",
-        matmul_share=_products(0.90, 165.2, _14B, 1008),
-        kernels=_MMA_SYNC,
-        wanted=("flash-attn-2",),
-        extra="flash2",
-    ),
-    Architecture(
-        name="Ampere",
-        gpus=r"GeForce RTX 30\d\d\b.*",
-        matmul_share=_products(0.877, 71.0, _8B, 936),
-        kernels={
-            "flash-attn-2": {64: _AMPERE, 128: _AMPERE},
-            "torch-cuda-flash": {size: (_AMPERE[0] * _TORCH, _AMPERE[1] * _TORCH) for size in (64, 128)},
-        },
-        wanted=("flash-attn-2",),
-        extra="flash2",
-    ),
-    Architecture(
-        name="Blackwell",
-        gpus=r"GeForce RTX 50\d\d\b.*",
-        matmul_share=_products(0.921, 209.5, _8B, 1792),
-        kernels={**_MMA_SYNC, "flash-attn-4": {64: _GB10_4, 128: _short(190.6 * 51.43 / 49.93, _RTX_5090, _FLASH_4)}},
-        wanted=("flash-attn-2",),
-        extra="flash2",
-    ),
-    Architecture(
-        name="GB10",
-        gpus="GB10",
-        matmul_share=0.71,
-        kernels={
-            "flash-attn-4": {size: _GB10_4 for size in (64, 128)},
-            "torch-cudnn": {size: _GB10_TORCH for size in (64, 128)},
-            "torch-cuda-flash": {size: _GB10_TORCH for size in (64, 128)},
-        },
-        wanted=("flash-attn-4",),
-        extra="flash4",
-        peak=1000e12 / 2 / 4,
-    ),
+    Architecture("Hopper", r"(H100|H200|GH200)\b.*", _HOPPER, _HOPPER_KERNELS, ("flash-attn-3", *_FA4), "flash4"),
+    Architecture("data-centre Blackwell", r"(B200|B300|GB200|GB300)\b.*", _B200, _B200_KERNELS, _FA4, "flash4"),
+    Architecture("Ada", r"GeForce RTX 40\d\d\b.*", _RTX_40, _MMA_SYNC, _FA2, "flash2"),
+    Architecture("Ampere", r"GeForce RTX 30\d\d\b.*", _RTX_30, _AMPERE_KERNELS, _FA2, "flash2"),
+    Architecture("Blackwell", r"GeForce RTX 50\d\d\b.*", _RTX_50, _RTX_50_KERNELS, _FA2, "flash2"),
+    Architecture("GB10", "GB10", 0.71, _GB10_KERNELS, _FA4, "flash4", peak=1000e12 / 2 / 4),
 )
 """GB10's peak is derived: 1 PFLOP/s FP4 with sparsity, halved for dense, a quarter for bfloat16."""
 

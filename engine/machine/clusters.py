@@ -3,8 +3,7 @@
 Sheets, NVIDIA's: memory, its bandwidth and NVLink of H100 SXM (80 GB, 3.35 TB/s, NVLink 4), H200 SXM (141 GB,
 4.8 TB/s, NVLink 4) and HGX B200 (180 GB, 8 TB/s, NVLink 5); NVLink is given both ways together, 900 and 1,800 GB/s, of
 which a GPU sends half. The network is an assumption: one port of 400 Gbit/s InfiniBand (NDR) for each GPU, as nodes of
-these kinds are usually sold (DGX H100, DGX B200). Peaks and
-what kernels reach of them: engine/machine/architectures.py.
+these kinds are usually sold (DGX H100, DGX B200). Peaks and what kernels reach of them: architectures.py.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ class Cluster:
 
 
 def cluster_gpu(
-    gpu: str,
-    *,
-    memory: tuple[float, float],
-    nvlink_gb_per_s: float,
-    network_gbit_per_s: float = NETWORK_GBIT_PER_S,
+    gpu: str, *, memory: tuple[float, float], nvlink_gb_per_s: float, network_gbit_per_s: float = NETWORK_GBIT_PER_S
 ) -> ClusterGpu:
     """From raw figures: of its memory GiB and GB/s, of NVLink GB/s one way."""
     peak = peak_of(gpu)

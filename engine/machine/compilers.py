@@ -45,11 +45,8 @@ def layers_compile(device: torch.device) -> Verdict:
 
 
 def compile_headers() -> None:
-    """Begin, in a thread, what torch.compile's first C++ on a machine waits for: compiling torch's headers ahead.
-
-    It takes seconds of a core, and next to nothing of the interpreter. Call it before anything loads Inductor. What
-    goes wrong will again where layers are compiled.
-    """
+    """Begin, in a thread, what torch.compile's first C++ on a machine waits for: compiling torch's headers, for seconds
+    of a core. Call it before anything loads Inductor. What goes wrong will again where layers are compiled."""
     if not optimizer_compiles().ok:
         return
     if platform.machine() == "x86_64":
@@ -80,10 +77,8 @@ class Compilation(NamedTuple):
 
 
 def find_compilation(train: TrainConfig, device: torch.device, report: Callable[[str], None]) -> Compilation:
-    """What train.compile asks for and this machine can do; what it cannot do is reported in a line each.
-
-    Raises UserError where train.compile is on and it cannot.
-    """
+    """What train.compile asks for and this machine can do; what it cannot do is reported in a line each, and a
+    UserError where train.compile is on."""
     if train.compile == "off":
         return Compilation(layers=False, optimizer=False)
     layers, optimizer = layers_compile(device), optimizer_compiles()
@@ -102,9 +97,8 @@ def find_compilation(train: TrainConfig, device: torch.device, report: Callable[
 def remove_cut_off() -> int:
     """Remove what is cut off in Inductor's cache, and say how many files that were; not those being written now.
 
-    The compiler writes a file under its last name. Where it is killed, or the machine loses power, Inductor would load
-    the library that is there, which ends every process that tries with SIGBUS, or have the compiler read the header,
-    which fails.
+    The compiler writes a file under its last name. Where it was killed, Inductor would load the library that is there,
+    which ends every process that tries with SIGBUS, or have the compiler read the header, which fails.
     """
     # It would take seconds to ask Inductor for its folder.
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _default_folder())

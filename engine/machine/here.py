@@ -19,35 +19,22 @@ _GPU_DEVICES = ("nvidia0", "nvhost-gpu", "dxg")
 
 def machine_here(folder: Path) -> Machine:
     """This machine, without PyTorch where it was probed or has no GPU; `folder` is on the drive where it was not.
-
-    Raises UserError for a broken profile.
-    """
+    UserError for a broken profile."""
     stored = stored_machine()
     if stored is not None:
         return stored
     gpu, (gpu_bytes, ram_bytes) = None, split_shared(total_memory())
     if any(os.path.exists(f"/dev/{name}") for name in _GPU_DEVICES):
-        gpu, gpu_bytes, ram_bytes = _query_torch()
+        import torch
+
+        from penstock.engine.machine.probe import memories
+
+        gpu, gpu_bytes, ram_bytes = memories(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assumed = GENERIC if gpu is None else generic_gpu(gpu)
     drive = structs.replace(assumed.drives[0], size_bytes=free_disk(folder))
-    return structs.replace(
-        assumed,
-        gpu_bytes=gpu_bytes,
-        ram_bytes=ram_bytes,
-        cores=usable_cpus(),
-        drives=(drive,),
-    )
+    return structs.replace(assumed, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes, cores=usable_cpus(), drives=(drive,))
 
 
 def is_assumed(machine: Machine) -> bool:
     """Whether the machine's rates are this machine's by assumption, as it was never probed."""
     return machine.source.startswith("assumed")
-
-
-def _query_torch() -> tuple[str | None, int, int]:
-    """The GPU's name, and each tier's bytes."""
-    import torch
-
-    from penstock.engine.machine.probe import memories
-
-    return memories(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -86,10 +86,8 @@ def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
 
 
 def control_groups(root: Path, controller: str, mounts: Sequence[str]) -> list[tuple[Path, int]]:
-    """(folder, version) of the control groups of this process that may limit what `controller` does, its own first.
-
-    `mounts`: names under which version 1 mounts the controller.
-    """
+    """(folder, version) of the control groups of this process that may limit what `controller` does, its own first;
+    version 1 mounts it under the names `mounts`."""
     result: dict[Path, int] = {}
     for line in lines_of(root / "proc/self/cgroup"):
         number, controllers, own = line.split(":", 2)
@@ -189,11 +187,8 @@ def reserve_bytes(reserve: tuple[int, float, int], total_bytes: int, free_bytes:
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that this user can still write below `folder`, less a reserve: free blocks, user's and group's quota.
-
-    A missing folder is judged by its nearest existing parent. Quotas of projects (XFS, ext4) are in the file system's
-    own answer.
-    """
+    """Bytes that this user can still write below `folder` (or its nearest existing parent), less a reserve: free
+    blocks, user's and group's quota; projects' quotas (XFS, ext4) are in the file system's own answer."""
     folder_path = existing(folder.expanduser())
     status = os.statvfs(folder_path)
     free = status.f_bavail * status.f_frsize

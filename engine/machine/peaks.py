@@ -57,11 +57,7 @@ def peak_flops(name: str) -> float | None:
     return None
 
 
-def mfu(model_flops: float, seconds: float, peak: float | None) -> float | None:
-    """Model FLOP utilisation: what the tokens need (forecast.flops.model_flops), over what the GPU could have done."""
-    return None if peak is None else model_flops / (seconds * peak)
-
-
-def hfu(executed_flops: float, seconds: float, peak: float | None) -> float | None:
-    """Hardware FLOP utilisation: what was computed, recompute too (forecast.flops.executed_flops), over the same."""
-    return None if peak is None else executed_flops / (seconds * peak)
+def utilisation(flops: float, seconds: float, peak: float | None) -> float | None:
+    """`flops` over what the GPU could have done: MFU of what the tokens need (forecast.flops.model_flops), HFU of what
+    was computed, recompute too (executed_flops)."""
+    return None if peak is None else flops / (seconds * peak)

@@ -61,11 +61,8 @@ def gpu_memory(device: torch.device, root: Path = Path("/")) -> tuple[int, int]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that the control groups of this process leave it; None where they set no limit.
-
-    A container with such a quota still sees all CPUs of its host, and threads for all of them stand still together
-    for most of each period.
-    """
+    """CPUs' worth of time that the control groups of this process leave it; None where they set no limit. A container
+    still sees all CPUs of its host, and threads for all of them stand still together for most of each period."""
     quotas = []
     for folder, version in control_groups(root, "cpu", ("cpu", "cpu,cpuacct")):
         words = _words(folder / ("cpu.max" if version == 2 else "cpu.cfs_quota_us"))

@@ -124,38 +124,47 @@ def attention_rates(peak: float, shares: Shares) -> tuple[AttentionRate, ...]:
 
 
 def gpu_rates(gpu: str, peak: float) -> dict[str, Any]:
-    """Rates of a GPU's kernels, by fields of Machine, where its data sheet gives `peak` FLOP/s.
-
-    Attention's are those of the fastest kernel for the card: a plan assumes that it is installed.
-    """
+    """Rates of a GPU's kernels, by fields of Machine, where its data sheet gives `peak` FLOP/s; attention's are those
+    of the fastest kernel for the card, which a plan assumes to be installed."""
     known = architecture(gpu)
     matmul = OTHER_MATMUL_SHARE if known is None else known.matmul_share
     attention = OTHER_ATTENTION_SHARES if known is None else known.fastest()
     return {"matmul_flops": peak * matmul, "attention": attention_rates(peak, attention)}
 
 
+class _Drives(NamedTuple):
+    """Equal drives of a preset, and what its note calls them."""
+
+    each: Drive
+    number: int
+    words: str
+
+
+_ONE_990 = _Drives(SAMSUNG_990_PRO, 1, "one Samsung 990 PRO of 4 TB, writing past its cache")
+_TWO_990 = _Drives(SAMSUNG_990_PRO, 2, "two Samsung 990 PRO of 4 TB, writing past their cache")
+_TWO_A3 = _Drives(SAMSUNG_PM9A3, 2, "two Samsung PM9A3 of 7.68 TB")
+_TWO_1743 = _Drives(SAMSUNG_PM1743, 2, "two Samsung PM1743 of 15.36 TB")
+_FOUR_1743 = _Drives(SAMSUNG_PM1743, 4, "four Samsung PM1743 of 15.36 TB")
+_UNNAMED = _Drives(UNNAMED_4TB, 1, "one 4 TB NVMe, its rates and endurance not published")
+
+
 def _preset(
     name: str,
     gpu: str,
-    drives: tuple[Drive, ...],
-    *,
+    drives: _Drives,
     ram: tuple[int, float],
-    duplex_share: float | None = None,
     cores: int,
-    numa_nodes: int = 1,
     note: str,
+    numa_nodes: int = 1,
+    duplex_share: float | None = None,
 ) -> Machine:
-    """A machine from raw figures of data sheets. Of its RAM: bytes and GB/s.
-
-    A link is no faster than the RAM behind it, alone or both ways at once.
-    """
+    """A machine from raw figures of data sheets; `ram`: bytes and GB/s, which bound a link, alone or both ways."""
     peak, sheet, (ram_bytes, ram_gb_per_s) = peak_of(gpu), _SHEETS[gpu], ram
     assert peak is not None, gpu
     link = min(sheet.link_gb_per_s, ram_gb_per_s)
-    duplex = duplex_share or min(PCIE_DUPLEX_SHARE, ram_gb_per_s / (2 * link))
     return Machine(
         name=name,
-        source=f"data sheets, not measured; {note}",
+        source=f"data sheets, not measured; {note}; {drives.words}",
         gpu=gpu,
         gpu_bytes=sheet.gpu_bytes,
         ram_bytes=ram_bytes,
@@ -164,98 +173,36 @@ def _preset(
         **gpu_rates(gpu, peak),
         h2d_bytes_per_s=link * GB * LINK_SHARE,
         d2h_bytes_per_s=link * GB * LINK_SHARE,
-        duplex_share=duplex,
+        duplex_share=duplex_share or min(PCIE_DUPLEX_SHARE, ram_gb_per_s / (2 * link)),
         gpu_copy_bytes_per_s=sheet.gb_per_s * GB * MEMORY_SHARE,
         ram_copy_bytes_per_s=ram_gb_per_s * GB * MEMORY_SHARE,
-        drives=drives,
-        drives_share=DRIVES_SHARE if len(drives) > 1 else 1.0,
+        drives=(drives.each,) * drives.number,
+        drives_share=DRIVES_SHARE if drives.number > 1 else 1.0,
         drive_duplex_share=DRIVE_DUPLEX_SHARE,
         optimizer_params_per_s=ram_gb_per_s * GB * MEMORY_SHARE / OPTIMIZER_BYTES,
         power_w=sheet.power_w,
     )
 
 
-PRESETS: dict[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        _preset(
-            "gh200-480",
-            "NVIDIA GH200 480GB",
-            (SAMSUNG_PM1743,) * 2,
-            ram=(480 * GIB, 384),
-            cores=72,
-            note="NVLink-C2C carries more than the LPDDR5X behind it; two Samsung PM1743 of 15.36 TB",
-        ),
-        _preset(
-            "h200-1500",
-            "NVIDIA H200",
-            (SAMSUNG_PM1743,) * 4,
-            ram=(1536 * GIB, 460.8),
-            cores=192,
-            numa_nodes=2,
-            note="RAM at the rate of the GPU's own socket; PCIe 5; four Samsung PM1743 of 15.36 TB",
-        ),
-        _preset(
-            "h100-pcie-512",
-            "NVIDIA H100 PCIe",
-            (SAMSUNG_PM9A3,) * 2,
-            ram=(512 * GIB, 307.2),
-            cores=32,
-            note="eight channels of DDR5-4800; two Samsung PM9A3 of 7.68 TB",
-        ),
-        _preset(
-            "rtx4090-64",
-            "NVIDIA GeForce RTX 4090",
-            (SAMSUNG_990_PRO,),
-            ram=(64 * GIB, 83.2),
-            cores=16,
-            note="DDR5-5200, two modules; one Samsung 990 PRO of 4 TB, writing past its cache",
-        ),
-        _preset(
-            "rtx4090-128",
-            "NVIDIA GeForce RTX 4090",
-            (SAMSUNG_990_PRO,) * 2,
-            ram=(128 * GIB, 57.6),
-            cores=16,
-            note="DDR5-3600, four modules; two Samsung 990 PRO of 4 TB, writing past their cache",
-        ),
-        _preset(
-            "rtx4090-256",
-            "NVIDIA GeForce RTX 4090",
-            (SAMSUNG_990_PRO,) * 2,
-            ram=(256 * GIB, 166.4),
-            cores=24,
-            note="Threadripper, four channels of DDR5-5200; two Samsung 990 PRO of 4 TB, writing past their cache",
-        ),
-        _preset(
-            "rtx5090-192",
-            "NVIDIA GeForce RTX 5090",
-            (SAMSUNG_990_PRO,) * 2,
-            ram=(192 * GIB, 57.6),
-            cores=16,
-            note="DDR5-3600, four modules; two Samsung 990 PRO of 4 TB, writing past their cache",
-        ),
-        _preset(
-            "rtx3090-64",
-            "NVIDIA GeForce RTX 3090",
-            (SAMSUNG_990_PRO,),
-            ram=(64 * GIB, 51.2),
-            cores=16,
-            note="DDR4-3200, two channels; one Samsung 990 PRO of 4 TB, writing past its cache",
-        ),
-        _preset(
-            "dgx-spark",
-            "NVIDIA GB10",
-            (UNNAMED_4TB,),
-            ram=(88 * GB, 273),
-            duplex_share=UNIFIED_DUPLEX_SHARE,
-            cores=20,
-            note="bfloat16 rate derived, not published: 1 PFLOP/s FP4 with sparsity, halved for dense, a quarter for "
-            "bfloat16; one memory of 128 GB, of which 40 GB count as the GPU's and 88 GB as RAM, and a copy between "
-            "them reads and writes it; one 4 TB NVMe, its rates and endurance not published",
-        ),
-    )
-}
+_C2C = "NVLink-C2C carries more than the LPDDR5X behind it"
+_OWN_SOCKET = "RAM at the rate of the GPU's own socket; PCIe 5"
+_THREADRIPPER = "Threadripper, four channels of DDR5-5200"
+_SPARK = (
+    "bfloat16 rate derived, not published: 1 PFLOP/s FP4 with sparsity, halved for dense, a quarter for bfloat16; one "
+    "memory of 128 GB, of which 40 GB count as the GPU's and 88 GB as RAM, and a copy between them reads and writes it"
+)
+_PRESETS = (
+    _preset("gh200-480", "NVIDIA GH200 480GB", _TWO_1743, (480 * GIB, 384), 72, _C2C),
+    _preset("h200-1500", "NVIDIA H200", _FOUR_1743, (1536 * GIB, 460.8), 192, _OWN_SOCKET, numa_nodes=2),
+    _preset("h100-pcie-512", "NVIDIA H100 PCIe", _TWO_A3, (512 * GIB, 307.2), 32, "eight channels of DDR5-4800"),
+    _preset("rtx4090-64", "NVIDIA GeForce RTX 4090", _ONE_990, (64 * GIB, 83.2), 16, "DDR5-5200, two modules"),
+    _preset("rtx4090-128", "NVIDIA GeForce RTX 4090", _TWO_990, (128 * GIB, 57.6), 16, "DDR5-3600, four modules"),
+    _preset("rtx4090-256", "NVIDIA GeForce RTX 4090", _TWO_990, (256 * GIB, 166.4), 24, _THREADRIPPER),
+    _preset("rtx5090-192", "NVIDIA GeForce RTX 5090", _TWO_990, (192 * GIB, 57.6), 16, "DDR5-3600, four modules"),
+    _preset("rtx3090-64", "NVIDIA GeForce RTX 3090", _ONE_990, (64 * GIB, 51.2), 16, "DDR4-3200, two channels"),
+    _preset("dgx-spark", "NVIDIA GB10", _UNNAMED, (88 * GB, 273), 20, _SPARK, duplex_share=UNIFIED_DUPLEX_SHARE),
+)
+PRESETS: dict[str, Machine] = {machine.name: machine for machine in _PRESETS}
 """By name."""
 
 GENERIC = Machine(
@@ -301,10 +248,8 @@ def generic_gpu(name: str) -> Machine:
 
 
 def find_machine(name_or_path: str) -> Machine:
-    """The preset of that name, or the machine of a profile file.
-
-    Raises UserError with the nearest presets' names where there is neither, and for a file that is no profile.
-    """
+    """The preset of that name, or the machine of a profile file. UserError with the nearest presets' names where there
+    is neither, and for a file that is no profile."""
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path).expanduser()

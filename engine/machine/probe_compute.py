@@ -93,10 +93,8 @@ GPU_SIZES = Sizes(
 
 
 def matmul_flops(device: torch.device, sizes: Sizes, seconds: float) -> float:
-    """FLOP/s of the products of a layer's matrices with a chunk, forward and both gradients.
-
-    In the dtype that train.compute_dtype=auto takes on this machine.
-    """
+    """FLOP/s of the products of a layer's matrices with a chunk, forward and both gradients, in the dtype that
+    train.compute_dtype=auto takes on this machine."""
     dtype = getattr(torch, usual_dtype(device))
     total_s = flops = 0.0
     for matrix in sizes.matrices:
@@ -109,10 +107,8 @@ def matmul_flops(device: torch.device, sizes: Sizes, seconds: float) -> float:
 def products_of(
     matrix: tuple[int, ...], rows: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Callable[[], object]]:
-    """A matrix's product with rows [rows, in_features], and those that give its gradient and theirs.
-
-    `matrix`: its (out_features, in_features). Results go into memory that is there already.
-    """
+    """A matrix's product with rows [rows, in_features], and those that give its gradient and theirs, into memory that
+    is there already. `matrix`: its (out_features, in_features)."""
     out_features, in_features = matrix
     weight = random_operand((out_features, in_features), device, dtype)
     x, dy = (random_operand((rows, width), device, dtype) for width in (in_features, out_features))
@@ -125,11 +121,8 @@ def random_operand(shape: tuple[int, ...], device: torch.device, dtype: torch.dt
 
 
 def attention_rates(device: torch.device, sizes: Sizes, seconds: float) -> tuple[AttentionRate, ...]:
-    """Of the kernels that the engine takes for a chunk that ends a document, at each head size and chunk.
-
-    Each is measured twice, some time apart, and the faster counts: one is short, and other work on this machine meets
-    it easily.
-    """
+    """Of the kernels that the engine takes for a chunk that ends a document, at each head size and chunk: the faster of
+    two short measurements, as other work on this machine meets one easily."""
     cases = [(head_dim, chunk) for head_dim in sizes.head_dims for chunk in sizes.chunks]
     passes = [[_attention_rate(device, sizes, *case, seconds / (2 * len(cases))) for case in cases] for _ in range(2)]
     return tuple(

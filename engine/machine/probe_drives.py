@@ -50,9 +50,8 @@ BRIEF_BYTES = 256 << 20
 """Time, and bytes written to each drive, of a first idea; more is written only where `least_written` is more."""
 
 
-@dataclass(frozen=True, slots=True)
-class DriveRates:
-    """What was measured of a set of drives; the fields are engine.machine.profile.Machine's."""
+class DriveRates(NamedTuple):
+    """What was measured of a set of drives; the first three fields are engine.machine.profile.Machine's."""
 
     drives: tuple[Drive, ...]
     drives_share: float
@@ -181,20 +180,11 @@ def probe_drives(
 
 
 def with_measured_drives(machine: Machine, folders: Sequence[Path], block_bytes: int) -> Machine:
-    """`machine` with what the drives give on which `folders` are, or will be, in about `BRIEF_S` for each.
-
-    Raises UserError where they have no room for that.
-    """
+    """`machine` with what the drives give on which `folders` are or will be, in about `BRIEF_S` for each. UserError."""
     existing_folders, seconds = [existing(folder) for folder in folders], BRIEF_S * len(folders)
-    result = probe_drives(
-        existing_folders, seconds, block_bytes=min(block_bytes, BLOCK_BYTES), most_written=BRIEF_BYTES
-    )
-    return structs.replace(
-        machine,
-        drives=result.drives,
-        drives_share=result.drives_share,
-        drive_duplex_share=result.drive_duplex_share,
-    )
+    size = min(block_bytes, BLOCK_BYTES)
+    drives, share, duplex, _ = probe_drives(existing_folders, seconds, block_bytes=size, most_written=BRIEF_BYTES)
+    return structs.replace(machine, drives=drives, drives_share=share, drive_duplex_share=duplex)
 
 
 class _Alone(NamedTuple):
@@ -255,10 +245,8 @@ class _Bench:
             drive.sync()
 
     def rates(self, jobs: Sequence[_Job]) -> list[float]:
-        """Bytes/s of each job, all at once for this phase's part of the time; every thread moves a block at least.
-
-        The phase is over sooner where one of them has written what it may.
-        """
+        """Bytes/s of each job, all at once for this phase's part of the time, or until one of them has written what it
+        may; every thread moves a block at least."""
         left = (self._deadline - time.perf_counter()) / self._phases  # syncing takes its time too
         seconds, self._phases = max(_LEAST_SHARE * self._seconds, left), self._phases - 1
         over, more_blocks = threading.Event(), dict[_Job, threading.Semaphore]()
@@ -293,10 +281,8 @@ class _Bench:
         return result
 
     def _in_threads(self, lane: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[list[T]]:
-        """What `lane` returns to each of a task's threads, all at once, each with memory of its own.
-
-        An exception of one, or Ctrl-C, ends the others soon.
-        """
+        """What `lane` returns to each of a task's threads, all at once, each with memory of its own; an exception of
+        one, or Ctrl-C, ends the others soon."""
         slots = iter(self._slots)
         with ThreadPoolExecutor(len(tasks) * _THREADS) as pool:
             futures = [[pool.submit(lane, *task, thread, next(slots)) for thread in range(_THREADS)] for task in tasks]

@@ -80,7 +80,7 @@ class UpdateRange:
     def parameters(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of `flat` [end - start] by parameter; for optimizers that see each whole, whose ranges cut none."""
         ensure(flat.shape == (self.end - self.start,), f"{(tuple(flat.shape), self.start, self.end)}")
-        offsets = {param: self.layout.offset(param.name) - self.start for param in self.layout.params}
+        offsets = {param: self.layout.offsets[param.name] - self.start for param in self.layout.params}
         return {
             param.name: flat[offset : offset + param.numel].view(param.shape)
             for param, offset in offsets.items()

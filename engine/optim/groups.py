@@ -102,6 +102,6 @@ def runs(where: UpdateRange, factors: Mapping[str, float]) -> Iterator[tuple[int
 
 def _pieces(layout: FlatLayout, factors: Mapping[str, float]) -> Iterator[tuple[int, int, float]]:
     """(start, end, factor) of each parameter with the gap behind it."""
-    bounds = [*(layout.offset(param.name) for param in layout.params), layout.numel]
+    bounds = [*(layout.offsets[param.name] for param in layout.params), layout.numel]
     for param, (start, end) in zip(layout.params, itertools.pairwise(bounds), strict=True):
         yield start, end, factors.get(param.name, 1.0)

@@ -103,15 +103,15 @@ class BlockOps:
 
     @handles(*a.SPILL.values())
     def _spill(self, op: Op) -> Future[Any]:
-        return self._nvme.spill(_file(op), self._views.offloaded(op))
+        return self._nvme.spilled.write(_file(op), self._views.offloaded(op))
 
     @handles(*a.UNSPILL.values(), *a.PEEK.values())
     def _unspill(self, op: Op) -> Future[Any]:
-        return self._nvme.unspill(_file(op), self._views.offloaded(op), keep=op.action in a.PEEK.values())
+        return self._nvme.spilled.read(_file(op), self._views.offloaded(op), keep=op.action in a.PEEK.values())
 
     @handles(*a.DISCARD.values())
     def _discard(self, op: Op) -> Future[Any]:
-        return self._nvme.discard(_file(op))
+        return self._nvme.spilled.discard(_file(op))
 
     # ------------------------------------------------------------------ once a step
 

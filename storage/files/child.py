@@ -27,10 +27,8 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment with `more`, in which a child finds the package that runs here.
-
-    An installed package is found as it is; a checkout that is only on this process's path goes into PYTHONPATH.
-    """
+    """This process's environment with `more`, in which a child finds the package that runs here: one that is not
+    installed goes into PYTHONPATH."""
     folder = Path(penstock.__file__).resolve().parents[1]
     if folder.name not in ("site-packages", "dist-packages"):
         paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]

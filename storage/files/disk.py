@@ -53,10 +53,7 @@ def disk_bytes(folders: Iterable[Path], without: Container[Path] = ()) -> int:
 
 
 def lock_folder(path: Path) -> int:
-    """Take existing folder `path` for this process; UserError when another process holds it.
-
-    Returns a descriptor; the folder is held until it is closed or the process ends, however it ends.
-    """
+    """A descriptor that holds existing folder `path` until it is closed. UserError when another process holds it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,12 +90,13 @@ def disk_error(error: OSError, path: Path, doing: str) -> UserError:
 
 
 @contextmanager
-def reporting(path: Path, doing: str) -> Iterator[None]:
-    """What the operating system refuses inside the block is a UserError: `disk_error`."""
+def reporting(path: Path, doing: str, *, named: bool = False) -> Iterator[None]:
+    """What the operating system refuses inside the block is `disk_error`: at `path`, or at the file `named` in it."""
     try:
         yield
     except OSError as error:
-        raise disk_error(error, path, doing) from error
+        where = error.filename if named and isinstance(error.filename, str) else path
+        raise disk_error(error, Path(where), doing) from error
 
 
 @contextmanager
@@ -111,10 +109,8 @@ def held(fd: int) -> Iterator[int]:
 
 
 def make_folder(path: Path, inside: Path) -> None:
-    """Make folder `path` and what lacks above it, up to existing folder `inside`. OSError.
-
-    Never `inside` itself, as mkdir's `parents` would: it is a drive's folder, and the drive may have been unmounted.
-    """
+    """Make folder `path` and what lacks above it, but never `inside` itself, as mkdir's `parents` would: that is a
+    drive's folder, and the drive may have been unmounted. OSError."""
     folder = inside
     for part in path.relative_to(inside).parts:
         folder /= part
@@ -128,10 +124,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the entries of a folder durable: files created, renamed or removed in it.
-
-    Some network and user-space file systems have no such call: there, nothing is done.
-    """
+    """Make the entries of a folder durable (files created, renamed, removed), where its file system has such a call."""
     with held(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
         try:
             os.fsync(fd)
@@ -146,21 +139,15 @@ def temporary_name(path: Path) -> Path:
 
 
 def sweep_temporaries(path: Path) -> None:
-    """Remove what processes killed inside atomic_write(path) left behind; nobody may be writing `path` now.
-
-    Only regular files are removed.
-    """
+    """Remove regular files that processes killed inside atomic_write(path) left; nobody may be writing `path` now."""
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         if stat.S_ISREG(os.lstat(leftover).st_mode):
             leftover.unlink()
 
 
 def prepare_file(path: Path, data: bytes | Iterable[bytes]) -> Path:
-    """Write and sync `data`, whole or in pieces, as the file that `publish` will make `path`.
-
-    The file is always a new one: what somebody put under its name is never written through. OSError, a refused file
-    among them, leaves nothing behind.
-    """
+    """Write and sync `data`, whole or in pieces, as the file that `publish` will make `path`: always a new one, so that
+    no link is written through. OSError leaves nothing behind."""
     temporary = temporary_name(path)
     if os.path.lexists(temporary):  # left by a killed process of the same number
         if not stat.S_ISREG(os.lstat(temporary).st_mode):
@@ -231,9 +218,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 def atomic_write(path: Path, content: bytes | str) -> None:
     """Replace file `path` by `content`, durably: after a crash it holds either the old or the new content, whole.
-
-    Raises UserError naming the file when the disk is full or fails; the old content then stays.
-    """
+    UserError naming the file when the disk is full or fails; the old content then stays."""
     data = content.encode() if isinstance(content, str) else content
     with reporting(path, f"writing {len(data):,} bytes"):
         publish(prepare_file(path, data), path)
@@ -256,10 +241,8 @@ _COPY_BYTES = 8 << 20
 
 
 def link_or_copy(source: Path, target: Path) -> int:
-    """Make new file `target` with the content of `source`: a hard link, else a copy; the bytes that were copied.
-
-    A link's data is as durable as the source's; a copy is synced here. Folders are the caller's to sync. OSError.
-    """
+    """Make new file `target` with the content of `source`: a hard link, else a copy, which is synced; the bytes that
+    were copied. Folders are the caller's to sync. OSError."""
     try:
         os.link(source, target)
         return 0
@@ -280,8 +263,8 @@ def link_or_copy(source: Path, target: Path) -> int:
 def build_folder(folder: Path) -> Iterator[Path]:
     """A new folder to fill; it takes the place of `folder` when the block ends, and vanishes when the block fails.
 
-    Removes what processes killed in such a block left behind; nobody else may be building `folder` now. Raises
-    UserError when it cannot be made or filled, or what is no folder of ours, a link say, is in its place.
+    Nobody else may be building `folder`: what killed processes left is removed. UserError when it cannot be made or
+    filled, or what is no folder of ours, a link say, is in its place.
     """
     temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
     for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.building-*"):
@@ -291,12 +274,11 @@ def build_folder(folder: Path) -> Iterator[Path]:
             raise UserError(f"{target}: is where a folder has to be made; move it away")
     require_writable(temporary)
     try:
-        yield temporary
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-        fsync_dir(folder.parent)
-    except OSError as error:
-        raise disk_error(error, Path(error.filename or temporary), f"making {folder.name}") from error
+        with reporting(temporary, f"making {folder.name}", named=True):
+            yield temporary
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.replace(temporary, folder)
+            fsync_dir(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -9,18 +9,13 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """Bad input: a recipe, model folder, data set, disk or budget that cannot be used.
-
-    The message says what is wrong, where, and how to fix it. The command line prints it without a
-    traceback and exits with code 2.
-    """
+    """Bad input: a recipe, model folder, data set, disk or budget that cannot be used. The message says what is wrong,
+    where, and how to fix it; the command line prints it without a traceback and exits with code 2."""
 
 
 class BudgetError(UserError):
-    """A tier's budget cannot hold what is needed; the message names both figures in bytes.
-
-    The attributes are set where a plan did not fit: the tier, the bytes needed and the bytes given.
-    """
+    """A tier's budget cannot hold what is needed; the message names both figures in bytes. The attributes are set where
+    a plan did not fit."""
 
     def __init__(self, message: str, *, tier: str | None = None, need_bytes: int = 0, budget_bytes: int = 0) -> None:
         super().__init__(message)
@@ -69,18 +64,14 @@ def not_ours(error: BaseException) -> UserError | None:
 
 
 _NO_MEMORY = re.compile(r"an't allocate memory|annot allocate memory|failed to map segment|std::bad_alloc")
-_NO_THREAD = "can't start new thread"
 
 
 def used_up(error: BaseException) -> UserError | None:
-    """`error` as a message for the user where this process has no memory, threads or open files left; else None.
-
-    Python, torch and the system's loader say it in several ways, anywhere.
-    """
+    """`error` as a message for the user where this process has no memory, threads or open files left; else None."""
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.EMFILE, errno.ENFILE):
         return UserError("the limit on open files is reached; raise it (ulimit -n)")
-    if isinstance(error, RuntimeError) and str(error).startswith(_NO_THREAD):
+    if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
         return UserError(
             "no more threads can be started; raise the limit on threads (ulimit -u, pids.max) or on memory"
         )

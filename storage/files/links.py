@@ -1,8 +1,7 @@
 """Links in folders of models and data, which may come from anybody: which of them are followed.
 
 A link may be the user's own, or come with an archive: then it leads where its author likes, to a private file that an
-export would publish, and belongs to the user who unpacked it all the same. So the owner alone proves nothing. Followed
-are links that lead
+export would publish, and belongs to the user all the same. Followed are links that lead
 
 - to a place within the folder itself, or within its entry of the Hugging Face cache (models--OWNER--NAME);
 - into a folder that the user names in PENSTOCK_LINKS;
@@ -60,10 +59,8 @@ def real_target(path: Path) -> Path:
 
 
 def of_model(folder: Path, name: str, most: int = _MOST_LINKS) -> Path:
-    """The regular file, or whatever is no link, that `name` of a model's `folder` stands for.
-
-    `folder` is real: none of its parts is a link. UserError for a link that is not followed.
-    """
+    """What `name` of a model's `folder`, none of whose parts is a link, stands for. UserError for a link that is not
+    followed."""
     path = folder / name
     if not path.is_symlink():
         return path
@@ -84,10 +81,7 @@ def of_model(folder: Path, name: str, most: int = _MOST_LINKS) -> Path:
 
 
 def leads_out(folder: Path, name: str) -> Path | None:
-    """Where the link `name` of a model's real `folder` leads, if that is elsewhere; None for all else.
-
-    UserError for a link that is not followed.
-    """
+    """Where the link `name` of a model's real `folder` leads, if that is elsewhere; else None. UserError."""
     target = of_model(folder, name)
     entry = _entry_of(folder)
     return None if target.is_relative_to(folder) or (entry and target.is_relative_to(entry)) else target
@@ -107,36 +101,29 @@ def require_no_entry(path: Path) -> None:
 
 
 def require_of_data(files: Iterable[Path], root: Path) -> None:
-    """Raise UserError for one of the `files` below a data set's folder that is reached through a link that is not
-    followed."""
+    """UserError where one of the `files` below a data set's folder is reached through a link that is not followed."""
     base, is_plain = root.resolve(), dict[Path, bool]()
     for file in files:
         folder = file.parent
         if folder not in is_plain:
             is_plain[folder] = folder.resolve().is_relative_to(base)
-        if not is_plain[folder] or file.is_symlink():
-            _require_one(file, root, base)
-
-
-def _require_one(file: Path, root: Path, base: Path) -> None:
-    real = real_target(file)
-    if _is_within(real, base):
-        return
-    target = root
-    for part in file.relative_to(root).parts:
-        target /= part
-        if target.is_symlink():
-            _require_own(target, real)
-    if not any(_ENTRY.fullmatch(parent.name) for parent in real.parents):
-        _require_public(file, real)
+        if is_plain[folder] and not file.is_symlink():
+            continue
+        real = real_target(file)
+        if _is_within(real, base):
+            continue
+        target = root
+        for part in file.relative_to(root).parts:
+            target /= part
+            if target.is_symlink():
+                _require_own(target, real)
+        if not any(_ENTRY.fullmatch(parent.name) for parent in real.parents):
+            _require_public(file, real)
 
 
 def below_data(root: Path) -> Iterator[Path]:
-    """All files below a folder of data, links to files among them, also in folders that are linked from elsewhere.
-
-    A link to a folder within `root` is left out, as what it leads to is met where it is. What a file's own link leads
-    to is `require_of_data`'s to judge. Raises UserError for a link to a folder that is not followed, and for a pipe.
-    """
+    """All files below a folder of data, links to files among them (`require_of_data` judges those), also in folders
+    that are linked from elsewhere. UserError for a link to a folder that is not followed, and for a pipe."""
     base = root.resolve()
     folders, seen = [root], {base}
     while folders:
@@ -206,11 +193,8 @@ def _entry_of(folder: Path) -> Path | None:
 
 def _is_blob(real: Path) -> bool:
     """Whether a real path is that of a model's file in the hub's cache, as links of `hf download --local-dir` are."""
-    return (
-        real.parent.name == "blobs"
-        and real.parents[1].name.startswith("models--")
-        and _BLOB.fullmatch(real.name) is not None
-    )
+    in_blobs = real.parent.name == "blobs" and real.parents[1].name.startswith("models--")
+    return in_blobs and _BLOB.fullmatch(real.name) is not None
 
 
 def _is_model_folder(folder: Path) -> bool:

@@ -1,7 +1,6 @@
 """Files of a model folder, which may come from anybody: plain names, regular files, links by storage/files/links.py.
 
-The cache of the Hugging Face hub keeps models--OWNER--NAME/snapshots/REVISION/FILE as links to ../../blobs/DIGEST of
-the same models-- folder.
+The Hugging Face cache keeps models--OWNER--NAME/snapshots/REVISION/FILE as links to ../../blobs/DIGEST.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def open_model_file(folder: Path, name: str) -> int:
-    """A descriptor of regular file `name` of a model folder, for reading. OSError; UserError where it is refused.
-
-    Never waits, and never leads where a stranger would want it to.
-    """
+    """A descriptor of regular file `name` of a model folder, for reading. OSError; UserError where it is refused."""
     assert is_plain_name(name), name
     folder = folder.resolve()
     try:
@@ -55,21 +51,16 @@ def is_followed(folder: Path, name: str) -> bool:
 
 
 def more_templates(folder: Path) -> list[Path]:
-    """The files of a model folder's further chat templates. UserError where their folder is a link that is not
-    followed."""
+    """A model folder's further chat templates. UserError where their folder is a link that is not followed."""
     return sorted(links.of_model(folder.resolve(), MORE_TEMPLATES).glob("*.jinja"))
 
 
 def linked_files(folder: Path) -> dict[str, Path]:
-    """The files of a model folder that are links out of it, and where they lead.
-
-    UserError for one that would be refused once it is read. Empty for what is no folder.
-    """
+    """The files of a model folder (or of none) that are links out of it, and where they lead. UserError for one that
+    would be refused once it is read."""
     result: dict[str, Path] = {}
-    if not folder.is_dir():
-        return result
     real = folder.resolve()
-    for path in [*sorted(real.iterdir()), *more_templates(real)]:
+    for path in [*sorted(real.iterdir()), *more_templates(real)] if folder.is_dir() else ():
         is_read = path.suffix in _SUFFIXES or path.name == MORE_TEMPLATES
         if is_read and path.is_symlink() and (target := links.leads_out(path.parent, path.name)) is not None:
             result[path.name] = target
@@ -127,10 +118,9 @@ def is_adapter_folder(folder: Path) -> bool:
 
 def remarks_on_weights(folder: Path) -> list[str]:
     """What is to be said of which weights of a whole model's folder are taken, where more than one could be meant."""
-    taken = weights_file(folder)
-    if taken is None:
-        return []
-    said = []
+    said: list[str] = []
+    if (taken := weights_file(folder)) is None:
+        return said
     if has_model_file(folder, ADAPTER_CONFIG_NAME):
         said.append(
             f"{folder}: has an {ADAPTER_CONFIG_NAME} beside a whole model: the model's weights in {taken} are used, "

@@ -16,29 +16,10 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta, Struct
 
-from penstock.storage.files.disk import (
-    atomic_write,
-    disk_error,
-    fsync_dir,
-    fsync_file,
-    held,
-    read_all,
-    reporting,
-    require_free,
-    require_writable,
-    write_all,
-)
+from penstock.storage.files import disk, model_folder
+from penstock.storage.files.disk import reporting
 from penstock.storage.files.errors import UserError, ensure
-from penstock.storage.files.model_folder import (
-    INDEX_NAME,
-    MOST_HEADER_BYTES,
-    SINGLE_NAME,
-    has_model_file,
-    is_plain_name,
-    open_model_file,
-    read_model_file,
-    weights_file,
-)
+from penstock.storage.files.model_folder import INDEX_NAME, MOST_HEADER_BYTES, SINGLE_NAME, open_model_file
 from penstock.storage.files.untrusted import Size, one_line, parse_object, typed
 
 _DTYPES = {
@@ -81,20 +62,18 @@ class CheckpointReader:
     """The tensors of a folder that holds model.safetensors, or shards and their index, whichever transformers would
     read (model_folder.py: weights_file); or of one file called `single`.
 
-    Every shard's presence, header and size are checked here, before the first tensor is read: UserError names the file,
-    and for a truncated one the expected and the real size. The folder may come from anybody: shards are regular files
-    in it, and their tensors fill them without overlaps and gaps.
+    The folder may come from anybody. Before the first tensor is read, every shard must be a regular file in it, of the
+    size that its header states, which tensors fill without overlaps and gaps: UserError names the file.
     """
 
     def __init__(self, folder: Path, *, single: str | None = None):
         self.folder = Path(folder)
-        file = weights_file(self.folder) if single is None else single
+        file = model_folder.weights_file(self.folder) if single is None else single
         if file is None:
             raise UserError(f"{self.folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}; give a model folder")
-        self._index = self.folder / file if file.endswith(".json") else None
-        weight_map = self._weight_map()
-        shards = sorted(set(weight_map.values())) if weight_map else [file]
-        missing = [name for name in shards if not has_model_file(self.folder, name)]
+        weight_map = self._weight_map(file) if file.endswith(".json") else {}
+        shards = sorted(set(weight_map.values())) or [file]
+        missing = [name for name in shards if not model_folder.has_model_file(self.folder, name)]
         if missing:
             raise UserError(
                 f"{self.folder}: {len(missing)} of {len(shards)} shards are missing, the first is {missing[0]}; "
@@ -130,70 +109,60 @@ class CheckpointReader:
         ensure(out.dtype == entry.dtype, f"{(name, out.dtype, entry.dtype)}")
         ensure(out.numel() == math.prod(entry.shape), f"{(name, tuple(out.shape), entry.shape)}")
         doing = f"reading tensor '{name}'"
-        with reporting(entry.path, doing), held(open_model_file(self.folder, entry.path.name)) as fd:
-            if not read_all(fd, [_bytes_of(out)], entry.start):
+        with reporting(entry.path, doing), disk.held(open_model_file(self.folder, entry.path.name)) as fd:
+            if not disk.read_all(fd, [_bytes_of(out)], entry.start):
                 raise UserError(f"{entry.path}: became shorter while tensor '{name}' was read")
 
-    def _weight_map(self) -> dict[str, str]:
-        """Tensor name -> shard name from the index; empty for one unsharded file."""
-        path = self._index
-        if path is None:
-            return {}
-        content = read_model_file(self.folder, path.name, MOST_HEADER_BYTES)
+    def _weight_map(self, index: str) -> dict[str, str]:
+        """Tensor name -> shard name from the index."""
+        content = model_folder.read_model_file(self.folder, index, MOST_HEADER_BYTES)
         try:
             weight_map = parse_object(content, unique=True).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ValueError("weight_map is empty or not a map of names")
             for name, shard in weight_map.items():
-                if not is_plain_name(shard) or not shard.endswith(".safetensors"):
+                if not model_folder.is_plain_name(shard) or not shard.endswith(".safetensors"):
                     raise ValueError(f"shard {one_line(shard)!r} of '{name}' is not the name of a *.safetensors file")
         except ValueError as error:
-            raise UserError(f"{path}: not a readable index ({error}); copy or download it again") from error
+            raise UserError(
+                f"{self.folder / index}: not a readable index ({error}); copy or download it again"
+            ) from error
         return weight_map
 
 
 class CheckpointWriter:
     """Writes a safetensors folder tensor by tensor, in any order, without holding any of it.
 
-    The files get their names in `close`, the index last: a folder with a complete checkpoint's names holds a complete
-    checkpoint. As a context manager it closes on success and removes what it wrote when the block raises.
+    The files get their names in `close`, the index last. As a context manager it closes on success, and removes what it
+    wrote when the block raises.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tensors: Tensors,
-        max_shard_bytes: int = 5 * 10**9,
-        *,
-        single: str = SINGLE_NAME,
-    ):
+    def __init__(self, folder: Path, tensors: Tensors, max_shard_bytes: int = 5 * 10**9, *, single: str = SINGLE_NAME):
         """Reserve `tensors` as (name, torch dtype name, shape) in shards of at most `max_shard_bytes` of data.
 
         A tensor larger than that gets a shard of its own; with another `single` all are in that one file. UserError
         when the folder cannot be written, already holds a checkpoint, or the disk lacks the room.
         """
         self.folder = Path(folder)
-        require_writable(self.folder)
+        disk.require_writable(self.folder)
         present = sorted(self.folder.glob(f"{single.partition('.')[0]}*.safetensors*"))
         if present:
             raise UserError(f"{self.folder}: already holds {present[0].name}; choose an empty folder")
         self.total_bytes = sum(_nbytes(dtype, shape) for _, dtype, shape in tensors)
-        require_free(self.folder, self.total_bytes + 2**20, "the exported model")
+        disk.require_free(self.folder, self.total_bytes + 2**20, "the exported model")
         self._entries: dict[str, _Entry] = {}
         self._missing = {name for name, _, _ in tensors}
         ensure(len(self._missing) == len(tensors), "a tensor is listed twice")
         shards = _split(tensors, max_shard_bytes) if single == SINGLE_NAME else [[*tensors]]
-        self._names = (
-            [single]
-            if len(shards) == 1
-            else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        )
+        numbers = range(1, len(shards) + 1)
+        self._names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
+        self._names = [single] if len(shards) == 1 else self._names
         try:
             for name, shard in zip(self._names, shards, strict=True):
                 self._entries |= _write_header(self._temporary(name), shard)
         except OSError as error:
             self.abort()
-            raise disk_error(error, self.folder, "writing the safetensors headers") from error
+            raise disk.disk_error(error, self.folder, "writing the safetensors headers") from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor with the dtype and shape that were announced. UserError when the disk is full or fails."""
@@ -202,8 +171,8 @@ class CheckpointWriter:
         ensure(tuple(tensor.shape) == entry.shape, f"{(name, tuple(tensor.shape), entry.shape)}")
         data = _bytes_of(tensor.detach().cpu().contiguous())
         doing = f"writing {entry.nbytes:,} bytes of tensor '{name}'"
-        with reporting(entry.path, doing), held(os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)) as fd:
-            write_all(fd, [data], entry.start)
+        with reporting(entry.path, doing), disk.held(os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)) as fd:
+            disk.write_all(fd, [data], entry.start)
         self._missing.discard(name)
 
     def close(self) -> None:
@@ -211,16 +180,16 @@ class CheckpointWriter:
         ensure(not self._missing, f"{len(self._missing)} tensors were not written, e.g. {sorted(self._missing)[:1]}")
         with reporting(self.folder, "completing the checkpoint"):
             for name in self._names:
-                fsync_file(self._temporary(name))
+                disk.fsync_file(self._temporary(name))
             for name in self._names:
                 os.replace(self._temporary(name), self.folder / name)
-            fsync_dir(self.folder)
+            disk.fsync_dir(self.folder)
         if len(self._names) > 1:
             weight_map = {
                 name: entry.path.name.removeprefix(".").removesuffix(".tmp") for name, entry in self._entries.items()
             }
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            atomic_write(self.folder / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
+            disk.atomic_write(self.folder / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def abort(self) -> None:
         for name in self._names:
@@ -267,23 +236,19 @@ def _write_header(path: Path, tensors: Tensors) -> dict[str, _Entry]:
     """Make file `path` of its final size with its header; returns where each tensor goes."""
     # Wide items first: each tensor then starts at a multiple of its item size without gaps, which the format forbids.
     tensors = sorted(tensors, key=lambda tensor: -_DTYPES[_NAMES[tensor[1]]].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {}
     offset = 0
     for name, dtype, shape in tensors:
         stop = offset + _nbytes(dtype, shape)
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
         offset = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data_start = 8 + len(text)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(data_start + offset)
-    return {
-        name: _Entry(path, _DTYPES[_NAMES[dtype]], tuple(shape), data_start + begin, stop - begin)
-        for name, dtype, shape in tensors
-        for begin, stop in [header[name]["data_offsets"]]
-    }
+    return {name: _entry(path, data_start, name, item) for name, item in header.items()}
 
 
 def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
@@ -305,9 +270,14 @@ def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
         if not isinstance(header.pop("__metadata__", {}), dict):
             raise ValueError("__metadata__ is not an object")
         entries = {name: _entry(path, data_start, name, item) for name, item in header.items()}
-        expected = _require_filled(entries, data_start)
+        expected, before = data_start, "the header"
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+            if entry.start != expected:
+                what = "overlaps" if entry.start < expected else "leaves a gap after"
+                raise ValueError(f"tensor '{name}' {what} {before}")
+            expected, before = entry.start + entry.nbytes, f"'{name}'"
     except OSError as error:
-        raise disk_error(error, path, "reading the header") from error
+        raise disk.disk_error(error, path, "reading the header") from error
     except UserError:
         raise
     except ValueError as error:
@@ -316,17 +286,6 @@ def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
         state = "truncated" if size < expected else "longer than its header states"
         raise UserError(f"{path}: {state}: expected {expected:,} bytes, found {size:,}; copy or download it again")
     return entries
-
-
-def _require_filled(entries: dict[str, _Entry], data_start: int) -> int:
-    """The end of the last tensor. ValueError where tensors overlap or leave gaps, which the format forbids."""
-    end, before = data_start, "the header"
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if entry.start != end:
-            what = "overlaps" if entry.start < end else "leaves a gap after"
-            raise ValueError(f"tensor '{name}' {what} {before}")
-        end, before = entry.start + entry.nbytes, f"'{name}'"
-    return end
 
 
 class _Item(Struct, forbid_unknown_fields=True):

@@ -14,12 +14,10 @@ KEY = "crc32c"
 
 
 class Unsealed(NamedTuple):
-    """What a sealed object holds."""
+    """What a sealed object holds but for its checksum, and whether there was one."""
 
     content: dict[str, Any]
-    """All but the checksum."""
     sealed: bool
-    """Whether there was a checksum."""
 
 
 class ChangedError(ValueError):

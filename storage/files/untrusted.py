@@ -1,7 +1,7 @@
 """What comes from files that anybody may have written: JSON, folders, and text that is shown on a terminal.
 
-A run directory or a model folder may come from elsewhere. Nothing in it is opened but regular files, links in it are
-not followed, its JSON is bounded, and its text reaches no terminal with control characters in it.
+Only regular files are opened, links are not followed, JSON is bounded, and text reaches a terminal without control
+characters.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u20
 
 
 def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bool = False) -> Any:
-    """The value that UTF-8 text holds. ValueError where it is no JSON, too long or too deep, or holds half a character.
-
-    Half a character: a lone surrogate escape, which no file or terminal takes. `unique`: refuse names given twice.
-    """
+    """The value that UTF-8 text holds. ValueError where it is no JSON, too long or too deep, or holds a lone surrogate,
+    which no file or terminal takes. `unique`: refuse names given twice."""
     if len(content) > most_bytes:
         raise ValueError(f"{len(content):,} bytes exceed the limit of {most_bytes:,}")
     text = content.decode("utf-8") if isinstance(content, bytes) else content
@@ -48,7 +46,7 @@ def parse_json(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: bo
 
 
 def require_sound(value: Any, depth: int = 0) -> None:
-    """ValueError where a JSON value is nested too deep, or holds half a character: `parse_json` says the same."""
+    """ValueError where a JSON value is nested too deep, or holds a lone surrogate."""
     if depth > MOST_DEPTH:
         raise ValueError(f"nested more than {MOST_DEPTH} levels deep")
     if isinstance(value, str) and not value.isascii():
@@ -57,10 +55,9 @@ def require_sound(value: Any, depth: int = 0) -> None:
         except UnicodeEncodeError:
             raise ValueError("text with a lone surrogate, which is not a character") from None
     elif isinstance(value, dict):
-        for key, item in value.items():
+        for key in value:
             require_sound(key, depth)
-            if not isinstance(item, int | float):
-                require_sound(item, depth + 1)
+        require_sound(list(value.values()), depth)
     elif isinstance(value, list):
         for item in value:
             if not isinstance(item, int | float):
@@ -71,7 +68,8 @@ def parse_object(content: bytes | str, *, most_bytes: int = MOST_BYTES, unique: 
     """The same for a JSON object; ValueError where it is anything else."""
     value = parse_json(content, most_bytes=most_bytes, unique=unique)
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, not {_kind(value)}")
+        kinds = {list: "a list", str: "a text", int: "a number", float: "a number"}
+        raise ValueError(f"expected a JSON object, not {kinds.get(type(value), json.dumps(value))}")
     return value
 
 
@@ -85,17 +83,14 @@ def typed(value: Any, wanted: type[T]) -> T:
 
 
 def parse_printable(content: bytes) -> dict[str, Any]:
-    """The JSON object that UTF-8 text holds, every text in it, keys included, as `printable` makes it. ValueError.
-
-    Where numbers that JSON does not know (NaN) or that are no size of anything matter, the reader looks at them.
-    """
+    """The JSON object that UTF-8 text holds, every text in it, keys included, as `printable` makes it. ValueError; but
+    numbers that JSON does not know (NaN) are the reader's to look at."""
     plain = b"\\" not in content and b"\x7f" not in content and content.isascii()
     if plain and len(content) <= MOST_BYTES and content.count(b"[") + content.count(b"{") <= MOST_DEPTH:
         value = json.loads(content)  # such text holds no control character and nests no deeper
         if isinstance(value, dict):
             return value
-    result: dict[str, Any] = printable_value(parse_object(content))
-    return result
+    return {printable(key): printable_value(item) for key, item in parse_object(content).items()}
 
 
 def printable_value(value: Any) -> Any:
@@ -117,23 +112,14 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _kind(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return str(json.dumps(value))
-    return "a list" if isinstance(value, list) else "a text" if isinstance(value, str) else "a number"
-
-
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether a JSON value is a whole number of at most 63 bits: no float, no boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value <= MOST_WHOLE
 
 
 def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of regular file `path`, of which nothing below folder `below` (default its own) is a link.
-
-    Links in the way to `below` are followed: they are the user's. Never waits: a pipe or a device is refused like a
-    link, with an OSError whose text says so. `flags` as for os.open.
-    """
+    """A descriptor of regular file `path`, of which nothing below folder `below` (default its own) is a link: those
+    above are the user's. Never waits: a pipe or a device is refused like a link, with an OSError. `flags`: os.open."""
     folder = Path(below) if below is not None else path.parent
     inner = Path(os.path.relpath(path, folder)).parts
     assert ".." not in inner, (path, below)
@@ -142,10 +128,9 @@ def open_regular(path: Path, *, below: Path | None = None, flags: int = os.O_RDO
         for name in inner[:-1]:
             here, above = _enter(here, name, path), here
             os.close(above)
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
         try:
-            fd = os.open(
-                inner[-1], flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o644, dir_fd=here
-            )
+            fd = os.open(inner[-1], flags, 0o644, dir_fd=here)
         except OSError as error:
             if _is_link(inner[-1], here):
                 refuse(path, "a symbolic link, which is not followed here")

@@ -1,8 +1,5 @@
-"""Small JSON files cached for this user between commands, a folder a kind, below XDG_CACHE_HOME.
-
-A file is named by a digest of all that decides its content. One that is damaged, or that somebody else could have
-written, counts as none, and so does a folder that cannot be used.
-"""
+"""Small JSON files cached for this user between commands, a folder a kind, below XDG_CACHE_HOME; each named by a digest
+of all that decides its content. One that is damaged, or that somebody else could have written, counts as none."""
 
 from __future__ import annotations
 

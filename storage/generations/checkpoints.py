@@ -15,27 +15,17 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from penstock.storage.files.disk import disk_error, fsync_dir, link_or_copy, make_folder, publish, reporting, write_file
+from penstock.storage.files.disk import fsync_dir, link_or_copy, make_folder, reporting, write_file
 from penstock.storage.files.errors import UserError
-from penstock.storage.generations.ownership import owned, require_plain
+from penstock.storage.generations.ownership import foreign, require_plain
 from penstock.storage.tier import manifest
 from penstock.storage.tier.arrays import Array, make_folders
-from penstock.storage.tier.drives import (
-    CHECKPOINTS,
-    IDENTITY_NAME,
-    Drive,
-    DriveSet,
-    Identity,
-    Locks,
-    locate,
-    read_identity,
-    record,
-    write_identity,
-)
-from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored
+from penstock.storage.tier.drives import CHECKPOINTS, IDENTITY_NAME, Drive, DriveSet, Identity, Locks, locate
+from penstock.storage.tier.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
 CONSTANTS_NAME = "constants.safetensors"
 """File of the store's root that a checkpoint takes along, where it is there."""
@@ -43,8 +33,7 @@ _UNFINISHED = ".unfinished"
 """File in a checkpoint's folder on a drive while it is made or deleted: what bears it and is not listed may go."""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(NamedTuple):
     """Checkpoints that are named after their steps."""
 
     prefix: str
@@ -92,10 +81,7 @@ _MEANT = {
 
 
 def resolve_checkpoint(root: Path, name: str) -> str:
-    """The checkpoint that `name` stands for: itself, or of `last-good` and `best` the newest one of those.
-
-    UserError where there is none.
-    """
+    """The checkpoint that `name` stands for: itself, or of `last-good` and `best` the newest of those. UserError."""
     if name not in _MEANT:
         return name
     series, why = _MEANT[name]
@@ -108,15 +94,12 @@ def resolve_checkpoint(root: Path, name: str) -> str:
 
 
 def checkpoint_names(root: Path) -> list[str]:
-    """Names of the complete checkpoints of the store in `root`, sorted; no manifest is read."""
+    """The complete checkpoints of the store in `root`, sorted; no manifest is read."""
     return sorted(path.parent.name for path in (root / CHECKPOINTS).glob(f"*/{manifest.FILE_NAME}"))
 
 
 def list_checkpoints(root: Path) -> dict[str, Manifest]:
-    """The complete checkpoints of the store in `root` by name, oldest generation first.
-
-    UserError when one has a damaged manifest.
-    """
+    """The complete checkpoints of the store in `root` by name, oldest generation first. UserError for a damaged one."""
     result = {name: Manifest.read(root / CHECKPOINTS / name) for name in checkpoint_names(root)}
     return dict(sorted(result.items(), key=lambda item: item[1].generation))
 
@@ -140,55 +123,52 @@ def write_checkpoint(name: str, current: Manifest, drives: DriveSet, arrays: Seq
             f"{path}: holds a checkpoint that this run does not list, perhaps from a newer copy of its run directory; "
             "choose another name, or remove the folder"
         )
+    files = [chunk for array in arrays for chunk in _files(array)]
+    jobs = [(drive, path, bases[drive] / path.relative_to(drive.folder)) for drive, path in files]
+    tops = {base.parent for base in bases.values()} | {drive.folder for drive in used} | {folder.parent, root}
+    inner = {parent for _, _, target in jobs for parent in list(target.parents)[:3]}
+    records = tuple(DriveRecord.of(drive.id, base, root, folder) for drive, base in bases.items())
+    content = replace(current, drives=records, checkpoint=name)
     try:
-        for path in {folder, *bases.values()}:
-            remove(path)  # what an attempt before may have left
-            path.parent.mkdir(exist_ok=True)
-            path.mkdir()
-            _mark(path)
-        jobs = [
-            (drive, path, bases[drive] / path.relative_to(drive.folder))
-            for array in arrays
-            for drive, path in _files(array)
-        ]
-        link_files(drives, jobs)
-        if (root / CONSTANTS_NAME).exists():
-            link_or_copy(root / CONSTANTS_NAME, folder / CONSTANTS_NAME)
-        for drive, base in bases.items():
-            write_identity(base, Identity.of(current.store, drive.id, root, name))
-        tops = {base.parent for base in bases.values()} | {drive.folder for drive in used} | {folder.parent, root}
-        inner = {parent for _, _, target in jobs for parent in list(target.parents)[:3]}
-        for path in (*sorted(inner, reverse=True), *bases.values(), folder, *sorted(tops, reverse=True)):
-            fsync_dir(path)
-        records = tuple(record(drive.id, base, root, folder, active=True) for drive, base in bases.items())
-        content = replace(current, drives=records, checkpoint=name)
-        publish(content.prepare(folder), folder / manifest.FILE_NAME)
-        content.back_up(set(bases.values()) - {folder})
-        for path in {folder, *bases.values()}:
-            _unmark(path)
-        _tombstone(root, name).unlink(missing_ok=True)
-    except OSError as error:
-        _abandon(folder, bases.values())
-        where = Path(error.filename) if isinstance(error.filename, str) else folder
-        raise disk_error(error, where, f"making checkpoint '{name}' of generation {current.generation}") from error
+        with reporting(folder, f"making checkpoint '{name}' of generation {current.generation}", named=True):
+            for path in {folder, *bases.values()}:
+                remove(path)  # what an attempt before may have left
+                path.parent.mkdir(exist_ok=True)
+                path.mkdir()
+                _mark(path)
+            link_files(drives, jobs)
+            if (root / CONSTANTS_NAME).exists():
+                link_or_copy(root / CONSTANTS_NAME, folder / CONSTANTS_NAME)
+            for drive, base in bases.items():
+                Identity.of(current.store, drive.id, root, name).write(base)
+            for path in (*sorted(inner, reverse=True), *bases.values(), folder, *sorted(tops, reverse=True)):
+                fsync_dir(path)
+            content.write(folder)
+            content.back_up(set(bases.values()) - {folder})
+            for path in {folder, *bases.values()}:
+                _unmark(path)
+            _tombstone(root, name).unlink(missing_ok=True)
     except BaseException:
-        _abandon(folder, bases.values())
+        with contextlib.suppress(OSError):  # as far as the disk lets; where the manifest stays, it may be listed
+            (folder / manifest.FILE_NAME).unlink(missing_ok=True)
+            for path in {folder, *bases.values()}:
+                with contextlib.suppress(OSError):
+                    remove(path)
         raise
 
 
-def link_files(drives: DriveSet, jobs: Iterable[tuple[Drive, Path, Path]]) -> None:
+def link_files(drives: DriveSet, jobs: Sequence[tuple[Drive, Path, Path]]) -> None:
     """Make (drive, source, target) hard links or copies on the drives' threads; folders are not synced."""
-    jobs = list(jobs)
-    sources = {target: source for _, source, target in jobs}
-    owners = {target: drive for drive, _, target in jobs}
-    for folder, drive in {target.parent: drive for target, drive in owners.items()}.items():
+    sources = {target: (drive, source) for drive, source, target in jobs}
+    for folder, drive in {target.parent: drive for target, (drive, _) in sources.items()}.items():
         with reporting(folder, "making a folder for chunk files"):
             make_folder(folder, inside=drive.folder)
 
     def one(target: Path) -> None:
+        drive, source = sources[target]
         target.unlink(missing_ok=True)
-        copied_bytes = link_or_copy(sources[target], target)
-        owners[target].count(read=copied_bytes, written=copied_bytes)
+        copied_bytes = link_or_copy(source, target)
+        drive.count(read=copied_bytes, written=copied_bytes)
 
     drives.sync(one, [(drive, target) for drive, _, target in jobs], "making a link or copy of a chunk file")
 
@@ -198,9 +178,8 @@ def link_restored(
 ) -> tuple[dict[ArraySpec, Stored], list[tuple[Drive, Path]]]:
     """Put the files of checkpoint `name`, of manifest `saved`, into the slots that no generation uses; not synced.
 
-    Returns where the arrays then are, and the files. They stay on the drives that they are on where the store has
-    those, so that links do; fixed arrays, which no generation changes, stay as they are. UserError when a file or a
-    drive is missing, or the disk fails.
+    Returns where the arrays then are, and the files. They stay on their drives where the store has those, for links;
+    fixed arrays stay as they are. UserError when a file or a drive is missing, or the disk fails.
     """
     folder = drives.root / CHECKPOINTS / name
     found = locate(saved, folder, [drive.folder for drive in drives])
@@ -209,12 +188,12 @@ def link_restored(
     jobs: list[tuple[Drive, Path, Path]] = []
     for spec, group in itertools.groupby(saved.chunks(found), key=lambda chunk: chunk.spec):
         array, stored = arrays[spec], saved.arrays[spec]
-        if spec.fixed and stored.crcs != array.crcs:
-            raise UserError(
-                f"checkpoint '{name}' (generation {saved.generation}): array {array.name}, which is written only once, "
-                "belongs to another run; restore the checkpoint into the run that made it"
-            )
         if spec.fixed:
+            if stored.crcs != array.crcs:
+                raise UserError(
+                    f"checkpoint '{name}' (generation {saved.generation}): array {array.name}, which is written only "
+                    "once, belongs to another run; restore the checkpoint into the run that made it"
+                )
             result[spec] = array.stored()
             continue
         layout = tuple(drives.by_id[id] for id in stored.drives) if stay else array.target
@@ -235,18 +214,17 @@ def link_restored(
 
 
 def delete_checkpoint(root: Path, name: str) -> None:
-    """Delete checkpoint `name` of the store in `root`, which nobody or this process has open.
+    """Delete checkpoint `name` of the store in `root`. What another run directory owns on drives stays, and so does a
+    checkpoint of this name that was made after `root` was backed up.
 
-    What another run directory owns on drives stays, and so does a checkpoint of this name that was made after `root`
-    was backed up. UserError when there is no such checkpoint, or another process uses it or the store.
+    UserError when there is no such checkpoint, or another process uses it or the store.
     """
     root = Path(root).expanduser().absolute()
     folder = checkpoint_folder(root, name)
     path = folder / manifest.FILE_NAME
     if not path.exists():
         read_checkpoint(root, name)  # says which there are
-    locks = Locks()
-    try:
+    with Locks() as locks, reporting(folder, "deleting the checkpoint"):
         if not Locks.held_here(root):
             locks.take(root)
         require_plain([root / CHECKPOINTS])
@@ -261,25 +239,19 @@ def delete_checkpoint(root: Path, name: str) -> None:
         fsync_dir(folder)  # before the first chunk file goes: a checkpoint that is listed is whole
         for base in bases:
             remove(base)
-    except OSError as error:
-        raise disk_error(error, folder, "deleting the checkpoint") from error
-    finally:
-        locks.release()
 
 
 def identify(root: Path) -> None:
     """Have the checkpoints on drives name `root` as the folder of their owner, which has moved. UserError."""
     for name in checkpoint_names(root):
         for base in _bases(root, name) - {root / CHECKPOINTS / name}:
-            if (identity := read_identity(base)) is not None:
-                write_identity(base, Identity.of(identity.store, identity.drive, root, name))
+            if (identity := Identity.read(base)) is not None:
+                Identity.of(identity.store, identity.drive, root, name).write(base)
 
 
 def sweep_incomplete(root: Path, folders: Iterable[Path]) -> None:
-    """Remove from the drives' `folders`, the store's own, checkpoints that were not finished or not deleted.
-
-    A whole one that the store in `root` neither lists nor has deleted stays: `root` may be older than it.
-    """
+    """Remove from the drives' `folders`, the store's own, checkpoints that were not finished or not deleted. A whole
+    one that the store neither lists nor has deleted stays: `root` may be older than it."""
     for folder in {root, *folders}:
         for path in (folder / CHECKPOINTS).glob("[!.]*"):
             if (root / CHECKPOINTS / path.name / manifest.FILE_NAME).exists():
@@ -337,19 +309,17 @@ def _files(array: Array) -> Iterable[tuple[Drive, Path]]:
 
 
 def _bases(root: Path, name: str) -> set[Path]:
-    """The folders of a checkpoint on all drives that can be found, but for those that another run directory owns.
-
-    The others are swept when their drive is back.
-    """
+    """The folders of a checkpoint on all drives that are there (others are swept when they are back), but for those
+    that another run directory owns."""
     folder = root / CHECKPOINTS / name
     result = {folder} | _recorded(folder)
     with contextlib.suppress(UserError):
         result |= {root / drive.path / CHECKPOINTS / name for drive in Manifest.read(root).drives}
-    named = {base: identity for base in result - {folder} if (identity := read_identity(base)) is not None}
-    mine = owned({base: identity for base, identity in named.items() if identity.checkpoint == name}, root)
+    identities = {base: Identity.read(base) for base in result - {folder}}
+    named = {base for base, identity in identities.items() if identity is not None and identity.checkpoint == name}
+    mine = named - foreign(named, root)
     # Of a run directory that has moved since only the drive itself knows.
-    drives = {base.parent.parent: identity for base in mine if (identity := read_identity(base.parent.parent))}
-    others = drives.keys() - owned(drives, root)
+    others = foreign({base.parent.parent for base in mine}, root)
     return {folder} | {base for base in mine if base.parent.parent not in others}
 
 
@@ -366,12 +336,3 @@ def _recorded(folder: Path) -> set[Path]:
     with contextlib.suppress(UserError):
         return {Path(os.path.normpath(folder / drive.path)) for drive in Manifest.read(folder).drives}
     return set()
-
-
-def _abandon(folder: Path, bases: Iterable[Path]) -> None:
-    """Remove what was made, as far as the disk lets; where its manifest stays the rest does, as it may be listed."""
-    with contextlib.suppress(OSError):
-        (folder / manifest.FILE_NAME).unlink(missing_ok=True)
-        for path in {folder, *bases}:
-            with contextlib.suppress(OSError):
-                remove(path)

@@ -4,50 +4,37 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from msgspec import structs
 
-from penstock.storage.files.disk import disk_error, fsync_dir, link_or_copy, make_folder, publish
+from penstock.storage.files.disk import fsync_dir, link_or_copy, make_folder, reporting
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import Report, no_report
 from penstock.storage.generations import ownership
 from penstock.storage.tier import manifest
-from penstock.storage.tier.drives import (
-    CHECKPOINTS,
-    WRITE_THREADS,
-    Identity,
-    Locks,
-    distinct,
-    locate,
-    read_identity,
-    record,
-    require_capacity,
-    write_identity,
-)
-from penstock.storage.tier.manifest import Manifest
+from penstock.storage.tier.drives import CHECKPOINTS, WRITE_THREADS, Identity, Locks, distinct, locate, require_capacity
+from penstock.storage.tier.manifest import DriveRecord, Manifest
 
 
 def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -> int:
     """Copy what the manifest in `root`, and those of its checkpoints, name on drives of another run directory.
 
-    The copies go to `drives` and are hard links where that is possible: whoever writes such a file leaves it to the
-    other. `report` is given the share of a generation that is copied. Returns the bytes of state that were copied, 0
-    where all of it is this run directory's own. Crash safe: what a manifest names is there, whole, before and after it
-    is replaced, and a second call does the rest.
-    UserError when the state is in use, is older than what its drive holds, is not whole or finds no room.
+    The copies go to `drives`, as hard links where possible: whoever writes such a file leaves it to the other. `report`
+    is given the share of a generation that is copied. Returns the bytes of state that were copied, 0 where all of it is
+    this run directory's own. Crash safe: a second call does the rest. UserError when the state is in use, is older than
+    what its drive holds, is not whole or finds no room.
     """
     root = Path(root).expanduser().absolute()
     targets = distinct(drives)
-    locks = Locks()
-    try:
+    with Locks() as locks, reporting(root, "copying the state", named=True):
         locks.take(root)
         current = Manifest.read(root)
         result, _ = ownership.find_drives(current, root, [], to_change=False)
-        for folder in _foreign(result.values(), root):
+        for folder in sorted(ownership.foreign(result.values(), root)):
             locks.take(folder)  # before the first checkpoint is copied
         ids: dict[str, Path] = {}
         linked: _Linked = {}
@@ -56,24 +43,14 @@ def copy_state(root: Path, drives: Sequence[Path], report: Report = no_report) -
         for path in (*sorted((root / CHECKPOINTS).glob(f"[!.]*/{manifest.FILE_NAME}")), root / manifest.FILE_NAME):
             content = Manifest.read(path.parent)
             result = locate(content, path.parent, [])
-            foreign = _foreign(result.values(), root)
+            foreign = sorted(ownership.foreign(result.values(), root))
             if not foreign:
                 continue
             for folder in foreign:
                 locks.take(folder)
             ids = ids or _claim(targets, foreign, content.store, root, locks)
             total += _copy(content, path.parent, root, result, ids, linked, report)
-    except OSError as error:
-        raise disk_error(error, Path(error.filename or root), "copying the state") from error
-    finally:
-        locks.release()
     return total
-
-
-def _foreign(folders: Iterable[Path], root: Path) -> list[Path]:
-    """Those of the drives' folders that another run directory owns."""
-    named = {folder: identity for folder in folders if (identity := read_identity(folder)) is not None}
-    return sorted(named.keys() - ownership.owned(named, root))
 
 
 def _claim(targets: Sequence[Path], foreign: Sequence[Path], store: str, root: Path, locks: Locks) -> dict[str, Path]:
@@ -109,7 +86,7 @@ def _copy(
     """
     inner = Path() if content.checkpoint is None else Path(CHECKPOINTS, content.checkpoint)
     bases = {id: folder / inner for id, folder in ids.items()}
-    records = tuple(record(id, base, root, where, active=True) for id, base in bases.items())
+    records = tuple(DriveRecord.of(id, base, root, where) for id, base in bases.items())
     arrays = {spec: structs.replace(stored, drives=tuple(ids)) for spec, stored in content.arrays.items()}
     copied = replace(content, arrays=arrays, drives=records)
     jobs: dict[Path, Path] = {}
@@ -127,40 +104,30 @@ def _copy(
         for id, base in bases.items():
             jobs[base / below / "zarr.json"] = result[stored.drives[0]] / below / "zarr.json"
             owners[base / below] = ids[id]
-    keys = {target: _shared_key(target, source, owners) for target, source in jobs.items()}
-    jobs = {target: linked.get(keys[target], source) for target, source in jobs.items()}
-    _require_capacity(jobs, owners)
+    needs = dict.fromkeys(ids.values(), 0)
+    keys: dict[Path, tuple[int, int, int]] = {}
+    for target, source in jobs.items():
+        folder, status = owners[target.parent], source.stat()
+        key = keys[target] = folder.stat().st_dev, status.st_dev, status.st_ino
+        if key in linked:
+            jobs[target] = linked[key]
+        elif key[0] != key[1]:
+            needs[folder] += status.st_size
+    require_capacity(needs, "a copy of the state")
     _link(jobs, owners, report)
     linked.update((key, target) for target, key in keys.items())
     for id, base in bases.items():
         if content.checkpoint is not None:
-            write_identity(base, Identity.of(content.store, id, root, content.checkpoint))
-    publish(copied.prepare(where), where / manifest.FILE_NAME)
+            Identity.of(content.store, id, root, content.checkpoint).write(base)
+    copied.write(where)
     copied.back_up({where, *bases.values()} if content.checkpoint is None else set(bases.values()) - {where})
     return total
-
-
-def _shared_key(target: Path, source: Path, owners: Mapping[Path, Path]) -> tuple[int, int, int]:
-    status = source.stat()
-    return owners[target.parent].stat().st_dev, status.st_dev, status.st_ino
-
-
-def _require_capacity(jobs: Mapping[Path, Path], owners: Mapping[Path, Path]) -> None:
-    """UserError unless the copies that can be no links find room; `owners` are the drives of their folders."""
-    devices = {folder: folder.stat().st_dev for folder in set(owners.values())}
-    needs = dict.fromkeys(devices, 0)
-    for target, source in jobs.items():
-        folder = owners[target.parent]
-        status = source.stat()
-        needs[folder] += 0 if status.st_dev == devices[folder] else status.st_size
-    require_capacity(needs, "a copy of the state")
 
 
 def _link(jobs: Mapping[Path, Path], owners: Mapping[Path, Path], report: Report) -> None:
     """Make target -> source links or copies, durably; `owners` are the drives of their folders. OSError."""
     for parent, folder in owners.items():
         make_folder(parent, inside=folder)
-
     count = itertools.count(1)
 
     def one(target: Path) -> None:

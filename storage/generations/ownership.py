@@ -2,11 +2,10 @@
 
 A drive names the folder of the manifest that owns it (drive.json), and that names the drive back. A copied manifest
 names a drive that names another folder: while that folder names the drive back it is the owner. A folder is known by
-path, file system and inode. None of them is enough: a moved one has another path, one that came back from a backup
-another inode, and a clone of a whole file system repeats its inodes and its UUID; but a folder was renamed only where
-old and new path are on one mounted file system. Where the named folder is gone the run directory has moved, or came
-back as a copy; where it names another folder as this drive, the drive's folder is a copy. Where it is not clear which
-of two it is, neither may have the drive.
+path, file system and inode, none of which is enough: a moved one has another path, one from a backup another inode, and
+a clone of a file system repeats inodes and UUID; but a folder was renamed only within one mounted file system. Where
+the named folder is gone the run directory has moved, or came back as a copy; where it names another folder as this
+drive, the drive's folder is a copy. Where it is not clear which of two it is, neither may have the drive.
 """
 
 from __future__ import annotations
@@ -14,34 +13,22 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from penstock.storage.files.disk import fsync_ancestors, reporting, require_writable
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import shell
 from penstock.storage.tier import manifest
-from penstock.storage.tier.drives import (
-    CHECKPOINTS,
-    SCRATCH,
-    Identity,
-    Locks,
-    present,
-    read_identity,
-    require_present,
-    write_identity,
-)
+from penstock.storage.tier.drives import CHECKPOINTS, SCRATCH, Identity, Locks, present, require_present
 from penstock.storage.tier.filesystem import existing, filesystem_id
 from penstock.storage.tier.manifest import Manifest
 
 
 def claim(folder: Path, store: str | None, root: Path) -> str | None:
-    """The drive id that `folder` already has in store `store`; None where it is new to it.
-
-    With `store` None a new store is made in `root`, and the remains of an aborted start there are no obstacle.
-    UserError when the folder belongs to another store.
-    """
-    identity = read_identity(folder)
+    """The drive id that `folder` already has in store `store`; None where it is new to it. UserError where it is
+    another's. With `store` None a new one is made in `root`, where an aborted start may have left something."""
+    identity = Identity.read(folder)
     if identity is None:
         for name in (SCRATCH, CHECKPOINTS):
             if (folder / name).exists():
@@ -60,10 +47,8 @@ def claim(folder: Path, store: str | None, root: Path) -> str | None:
 
 
 def is_aborted_start(folder: Path, identity: Identity, root: Path) -> bool:
-    """Whether a start in `root`, which holds no manifest, has left `folder` behind before its first generation.
-
-    The manifest of a run that was moved away is not there either, but its copy on the drive is.
-    """
+    """Whether a start in `root`, which holds no manifest, has left `folder` behind before its first generation: of a
+    run that was moved away, the drive has a copy of the manifest."""
     if manifest.has_backup(folder) or (folder / CHECKPOINTS).exists():
         return False
     return is_same(Path(identity.root), root) or is_same(folder, root)
@@ -74,8 +59,7 @@ def find_drives(
 ) -> tuple[dict[str, Path], list[str]]:
     """The drives of the store in `root`, by id, as `drives.locate` finds them, and what `take_over` has to say.
 
-    Whose they are, and whether they know a newer generation, comes before what is missing: an older run directory names
-    drives that have been given up since.
+    What is missing comes last: an older run directory names drives that have been given up since.
     """
     result = present(current, root, given)
     said = take_over(result.values(), root) if to_change else []
@@ -92,7 +76,7 @@ def take_over(folders: Iterable[Path], root: Path) -> list[str]:
     """
     said = {}
     for folder in folders:
-        identity = read_identity(folder)
+        identity = Identity.read(folder)
         if identity is None:
             continue
         if (other := owner(folder, identity, root)) is not None:
@@ -122,16 +106,13 @@ def join(folder: Path, store: str, root: Path, locks: Locks) -> str:
     require_writable(folder)
     take_over([folder], root)
     locks.take(folder)
-    write_identity(folder, Identity.of(store, id, root))
+    Identity.of(store, id, root).write(folder)
     fsync_ancestors(folder)
     return id
 
 
 def require_plain(folders: Iterable[Path]) -> None:
-    """UserError where anything below the drives' `folders` is neither a file nor a folder: a link leads elsewhere.
-
-    Whoever writes and removes below them does so in them alone.
-    """
+    """UserError where anything below the drives' `folders` is neither a file nor a folder: a link leads elsewhere."""
     left = [str(folder) for folder in folders]
     while left:
         folder = left.pop()
@@ -150,8 +131,8 @@ def require_plain(folders: Iterable[Path]) -> None:
 def owner(folder: Path, identity: Identity, root: Path) -> Path | None:
     """The folder, other than `root`, of the manifest that owns `folder`, which says of itself that it is `identity`.
 
-    None where `root` may have it: it is the folder that is named, or that has gone and no other one beside it names
-    this drive. Where two do, both are copies, as of a folder that came back from a backup, and neither may have it.
+    None where `root` may have it: it is the folder that is named, or that has gone and none beside it names this drive.
+    Where two do, both are copies, and neither may have it.
     """
     named = Path(identity.root)
     own = _inode(root) == identity.inode
@@ -171,10 +152,8 @@ def owner(folder: Path, identity: Identity, root: Path) -> Path | None:
 
 
 def _is_renamed(named: Path, root: Path, identity: Identity) -> bool:
-    """Whether `root`, which has the inode of folder `named` of `identity`, is that folder: `named` is another one now.
-
-    A clone of the file system has the inode too, on another mounted file system.
-    """
+    """Whether `root`, which has the inode of folder `named` of `identity`, is that folder, and not one on a clone of
+    its file system: `named` is another one now."""
     known = identity.filesystem in ("", filesystem_id(root))
     return known and _device(named) == _device(root) and _inode(named) != identity.inode
 
@@ -226,23 +205,17 @@ def _names(other: Path, folder: Path, identity: Identity) -> bool:
     for record in content.drives:
         if record.id == identity.drive:
             there = Path(os.path.normpath(where / record.path))
-            return is_same(there, folder) or not _is_drive(there, identity)
-    return False
-
-
-def _is_drive(folder: Path, identity: Identity) -> bool:
-    with contextlib.suppress(UserError):
-        result = read_identity(folder)
-        return result is not None and (result.store, result.drive) == (identity.store, identity.drive)
+            with contextlib.suppress(UserError):
+                result = Identity.read(there)
+                if result is not None and (result.store, result.drive) == (identity.store, identity.drive):
+                    return is_same(there, folder)  # else a copy of this drive
+            return True
     return False
 
 
 def require_newest(current: Manifest, root: Path, folders: Iterable[Path]) -> None:
-    """UserError when one of the drives `folders` knows a newer generation of the store in `root` than `current`.
-
-    `root` is then an older copy put in the place of the run directory, or is somewhere else. The message names
-    the newest that they know, or the drives that it names.
-    """
+    """UserError when one of the drives `folders`, or a drive that its newer manifest names, knows a newer generation of
+    the store than `current`: `root` is then an older copy of the run directory."""
     newest, where = current, root
     left, seen = list(folders), set[Path]()
     while left:
@@ -290,6 +263,7 @@ def is_same(first: Path, second: Path) -> bool:
         return os.path.normpath(first) == os.path.normpath(second)
 
 
-def owned(bases: Mapping[Path, Identity], root: Path) -> set[Path]:
-    """Of folders on drives those that no other run directory than that of `root` owns."""
-    return {base for base, identity in bases.items() if owner(base, identity, root) is None}
+def foreign(folders: Iterable[Path], root: Path) -> set[Path]:
+    """Of folders on drives those that another run directory than that of `root` owns."""
+    named = {folder: identity for folder in folders if (identity := Identity.read(folder)) is not None}
+    return {folder for folder, identity in named.items() if owner(folder, identity, root) is not None}

@@ -36,6 +36,20 @@ class Retention:
         if self._keeps_good and not fits_good:
             self._give_up_good("the disk or budgets.nvme has no room for another generation")
 
+    def before_commit(self, *, proved: bool) -> None:
+        """Keep the committed generation as the last good one if it has `proved` good: another takes its place."""
+        if self._keeps_good and proved and (error := self._replace(GOOD)) is not None:
+            self._give_up_good(error)
+
+    def keep_best(self) -> None:
+        """Keep the committed generation as the best one, in the place of earlier ones."""
+        if (error := self._replace(BEST)) is not None:
+            self._report("best", self._step, error)
+
+    @property
+    def _step(self) -> int:
+        return int(self._store.meta["step"])
+
     def checkpoint(self, name: str) -> str | None:
         """Make a checkpoint; why it could not be made. Training goes on without it."""
         try:
@@ -44,42 +58,23 @@ class Retention:
             return str(error)
         return None
 
-    def before_commit(self, *, proved: bool) -> None:
-        """Keep the committed generation as the last good one if it has `proved` good: another takes its place."""
-        if not (self._keeps_good and proved):
-            return
-        error = self._replace(GOOD)
-        if error is not None:
-            self._give_up_good(error)
-
-    def keep_best(self) -> None:
-        """Keep the committed generation as the best one, in the place of earlier ones."""
-        error = self._replace(BEST)
-        if error is not None:
-            self._report("best", self._step, error)
-
-    @property
-    def _step(self) -> int:
-        return int(self._store.meta["step"])
-
     def _replace(self, series: Series) -> str | None:
-        """Make a checkpoint of the series of the committed generation, and delete the others; why it could not be made,
-        or None."""
+        """Make the series' checkpoint of the committed generation, and delete its others; why it could not be made."""
         root, name = self._store.root, series.name(self._step)
         old = series.names(root)
-        if name in old:
+        error = None
+        if name in old and read_checkpoint(root, name).generation == self._store.generation:
             old.remove(name)
-            if read_checkpoint(root, name).generation == self._store.generation:
-                for other in old:
-                    self._delete(other)
-                return None
-            self._delete(name)  # of steps that were done again
-        error = self.checkpoint(name)
-        if error is not None and old:
-            # What is committed now is the one to keep itself: until the next commit nothing else is needed.
-            while old:
-                self._delete(old.pop())
+        else:
+            if name in old:  # of steps that were done again
+                old.remove(name)
+                self._delete(name)
             error = self.checkpoint(name)
+            if error is not None and old:
+                # What is committed now is the one to keep itself: until the next commit nothing else is needed.
+                while old:
+                    self._delete(old.pop())
+                error = self.checkpoint(name)
         for other in old:
             self._delete(other)
         return error
@@ -90,8 +85,8 @@ class Retention:
         kept_for_good = every is not None and step % every == 0
         if step % self._checkpoint_every or not (kept_for_good or self._keep_last > 1):
             return
-        error = self.checkpoint(name := AUTOMATIC.name(step))
-        if error is not None:
+        name = AUTOMATIC.name(step)
+        if (error := self.checkpoint(name)) is not None:
             self._report(name, step, error)
         steps = sorted(kept for name in AUTOMATIC.names(root) if (kept := AUTOMATIC.step(name)) is not None)
         for old in steps[: -self._keep_last]:

@@ -1,13 +1,11 @@
 """The NVMe tier: arrays in two slots each, of which a committed generation uses one.
 
-    root/manifest.json                      the committed generation (storage.manifest)
-    DRIVE/drive.json                        the drive's identity (storage.drives)
-    DRIVE/BUFFER/KIND/SLOT/                 a zarr3 array [parts, part elements], one file per part (storage.arrays)
+    root/manifest.json                      the committed generation (tier/manifest.py)
+    DRIVE/drive.json                        the drive's identity (tier/drives.py)
+    DRIVE/BUFFER/KIND/SLOT/                 a zarr3 array [parts, part elements], one file per part (tier/arrays.py)
     DRIVE/scratch/                          what belongs to no generation, wiped when the store is opened
 
-A drive is a folder; `root` is the only one unless others are given, and parts are striped over them. Any zarr3 reader
-opens the arrays. Chunk files move by direct I/O between the drive and the caller's memory (storage.chunk), or through
-another of storage.readers.
+A drive is a folder; `root` is the only one unless others are given, and parts are striped over them.
 """
 
 from __future__ import annotations
@@ -18,12 +16,13 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.storage.files.disk import disk_error, fsync_dir, fsync_file, publish, reporting, require_writable
+from penstock.storage.files.disk import fsync_dir, fsync_file, prepare_file, publish, reporting, require_writable
 from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.files.units import Report, no_report
 from penstock.storage.generations import checkpoints, ownership
@@ -32,23 +31,11 @@ from penstock.storage.tier import chunk, manifest
 from penstock.storage.tier.arena import empty_aligned
 from penstock.storage.tier.arrays import Array, make_folders, remove_arrays
 from penstock.storage.tier.capacity import Capacity
-from penstock.storage.tier.drives import (
-    READ_THREADS,
-    SCRATCH,
-    Drive,
-    DriveSet,
-    Locks,
-    OnThreadStart,
-    Traffic,
-    distinct,
-    read_identity,
-)
+from penstock.storage.tier.drives import SCRATCH, Drive, DriveSet, Identity, Locks, OnThreadStart, Traffic, distinct
 from penstock.storage.tier.manifest import ArraySpec, Manifest
 from penstock.storage.tier.readers import DirectReader, Readers
 from penstock.storage.tier.scrub import read_chunk_file, scrub
 from penstock.storage.tier.spill import Spill
-
-__all__ = ["ArraySpec", "NvmeStore", "Traffic"]
 
 
 class NvmeStore:
@@ -66,7 +53,8 @@ class NvmeStore:
         """What is doubtful about the drives, one sentence each."""
         self._capacity = Capacity(drives, budget_bytes)
         self._readers = readers or Readers(DirectReader(), None)
-        self._spill = Spill(self._drives)
+        self.spilled = Spill(self._drives)
+        """Activations that do not fit RAM."""
         self._arrays: dict[tuple[str, str], Array] = {}
         for spec, stored in current.arrays.items():
             array = self._add(spec)
@@ -92,16 +80,15 @@ class NvmeStore:
     ) -> NvmeStore:
         """Make an empty store with its manifest in folder `root` and chunk files on `drives` (default: in `root`).
 
-        Nothing is committed yet (generation 0). Before the first byte of state it is checked that the folders can be
-        written and hold no other state, and that two generations of all arrays, plus 5 %, fit the budget and the free
-        disk. UserError says what does not. `readers` defaults to direct I/O; `on_thread_start` is called by each thread
-        that moves chunk files, before its first one.
+        Nothing is committed yet (generation 0). UserError where a folder cannot be written or holds other state, or two
+        generations of all arrays, plus 5 %, do not fit the budget or the free disk. `readers` defaults to direct I/O;
+        `on_thread_start` is called by each thread that moves chunk files, before its first one.
         """
         root = Path(root).expanduser().absolute()
         folders = distinct(drives or [root])
         require_writable(root)
-        locks = Locks()
-        try:
+        with ExitStack() as stack:
+            locks = stack.enter_context(Locks())
             locks.take(root)
             if (root / manifest.FILE_NAME).exists() or manifest.has_backup(root):
                 Manifest.read(root)  # says so where it is damaged or gone
@@ -119,13 +106,11 @@ class NvmeStore:
             added = [store._add(spec) for spec in arrays]
             store._capacity.require_new(added, [], "two generations of the state")
             for folder in folders:
-                if read_identity(folder) is not None:  # an aborted start
+                if Identity.read(folder) is not None:  # an aborted start
                     remove_arrays(folder)
                     shutil.rmtree(folder / SCRATCH, ignore_errors=True)
             store._settle()
-        except BaseException:
-            locks.release()
-            raise
+            stack.pop_all()  # held until `close`
         return store
 
     @staticmethod
@@ -140,18 +125,17 @@ class NvmeStore:
     ) -> NvmeStore:
         """Open the last committed generation of `root`; what was written after it is ignored and overwritten.
 
-        `drives`: folders that new state goes to, where they differ from the recorded ones; state that is elsewhere
-        is read from there until it is written anew. `read_only`: nothing at all is changed, and `drives` are where the
-        recorded ones may be now; so it is with a checkpoint's folder as `root`. `readers` and `on_thread_start` as in
-        `create`. UserError when there is no generation, its manifest is unreadable, a drive that holds part of it is
-        missing, a drive knows a newer generation, another run directory owns a drive that would be changed, or another
-        process has the store open.
+        `drives`: folders that new state goes to, where they differ from the recorded ones; state elsewhere is read from
+        there until it is written anew. `read_only`, as always with a checkpoint's folder as `root`: nothing is changed,
+        and `drives` are where the recorded ones may be now. The others as in `create`. UserError when there is no
+        generation, its manifest is unreadable, a drive that holds part of it is missing, a drive knows a newer one,
+        another run directory owns a drive that would be changed, or another process has the store open.
         """
         root = Path(root).expanduser().absolute()
         given = distinct(drives or [])
         read_only = Manifest.read(root).checkpoint is not None or read_only
-        locks = Locks()
-        try:
+        with ExitStack() as stack:
+            locks = stack.enter_context(Locks())
             locks.take(root)
             current = Manifest.read(root)  # again: it may have moved before the lock was ours
             result, said = ownership.find_drives(current, root, given, to_change=not read_only)
@@ -183,9 +167,7 @@ class NvmeStore:
                 store._settle()
                 store._move_fixed()
                 store.warnings += said + ownership.unlisted(root, [drive.folder for drive in store._drives])
-        except BaseException:
-            locks.release()
-            raise
+            stack.pop_all()  # held until `close`
         return store
 
     def add_scratch(self, arrays: Sequence[ArraySpec]) -> None:
@@ -198,25 +180,6 @@ class NvmeStore:
         """Reserve `num_bytes` for spilled activations, over all drives. UserError when out of room."""
         if num_bytes:
             self._capacity.reserve_spill(num_bytes, self._arrays.values())
-
-    def spill(self, key: str, src: torch.Tensor) -> Future[None]:
-        """Write activations, uint8 [n] on the CPU, of any size: read back once with `unspill`, never synced.
-
-        `src` must not change until the future is done; direct where it starts at a 4 KiB address. The future raises
-        UserError when the disk is full or fails.
-        """
-        return self._spill.write(key, src)
-
-    def unspill(self, key: str, out: torch.Tensor, *, keep: bool = False) -> Future[None]:
-        """Read what was spilled as `key` into `out`, uint8 [n] on the CPU, and remove it from disk unless `keep`.
-
-        The future raises UserError when the file is damaged, missing or unreadable.
-        """
-        return self._spill.read(key, out, keep=keep)
-
-    def discard(self, key: str) -> Future[None]:
-        """Remove what was spilled as `key` without reading it."""
-        return self._spill.discard(key)
 
     @property
     def generation(self) -> int:
@@ -245,21 +208,12 @@ class NvmeStore:
         """Bytes moved since the store was opened, by drive folder; padding and checksums included."""
         return self._drives.traffic()
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(traffic.bytes_read for traffic in self.traffic().values())
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(traffic.bytes_written for traffic in self.traffic().values())
-
     def read(self, buffer: str, kind: str, part: int, out: torch.Tensor) -> Future[None]:
-        """Read the latest state of a part into `out`, a contiguous tensor of the part's dtype and length.
+        """Read the latest state of a part, committed or not, into `out`, a contiguous tensor of its dtype and length.
 
-        Latest: what was written since the last commit, else the committed generation. Host memory is filled by
-        `readers.host`, directly and with no copy where `out` starts at a 4 KiB address (arena slots do); memory of the
-        compute device by `readers.device`. The future raises UserError naming file and generation when the chunk file
-        is missing, truncated, damaged, of another generation or unreadable.
+        Host memory is filled by `readers.host`, with no copy where `out` starts at a 4 KiB address (arena slots do);
+        memory of the compute device by `readers.device`. The future raises UserError naming file and generation when
+        the chunk file is missing, truncated, damaged, of another generation or unreadable.
         """
         array = self._arrays[buffer, kind]
         data = array.payload(part, out)
@@ -267,7 +221,7 @@ class NvmeStore:
         assert reader is not None, f"no reader for memory of {out.device}"
         with self._lock:
             fresh = part in array.written
-            file = array.latest(part)
+            file = array.file(part, fresh=fresh)
             ensure(file.path not in self._writing, f"{file.path} is read while it is written")
             self._reading[file.path] += 1
         origin = "uncommitted state" if fresh else f"generation {self.generation}"
@@ -278,8 +232,6 @@ class NvmeStore:
             finally:
                 with self._lock:
                     self._reading[file.path] -= 1
-                    if not self._reading[file.path]:
-                        del self._reading[file.path]
 
         return file.drive.readers.submit(work)
 
@@ -289,9 +241,8 @@ class NvmeStore:
         """Write a part to the slot that the committed generation does not use; not durable before `commit`.
 
         `src` is a contiguous CPU tensor of the part's dtype and length and must not change until the future is done;
-        direct and without a copy where it starts at a 4 KiB address. `check` comes first, in the writing thread: what
-        it raises is the future's, and nothing is written. The future raises UserError naming the file and the need when
-        the disk is full or fails; the committed generation stays readable.
+        direct and without a copy where it starts at a 4 KiB address. `check` comes first, in the writing thread: where
+        it raises, nothing is written. The future raises UserError naming file and need when the disk is full or fails.
         """
         array = self._arrays[buffer, kind]
         ensure(src.device.type == "cpu", array.name)
@@ -302,7 +253,7 @@ class NvmeStore:
             ensure(not array.lasts, f"{array.name} is written once")
             drive, path = array.next(part)
             ensure(path not in self._writing, f"{path} is written twice at once")
-            ensure(path not in self._reading, f"{path} is written while it is read")
+            ensure(not self._reading[path], f"{path} is written while it is read")
             self._writing[path] = array
 
         def work() -> None:
@@ -325,9 +276,8 @@ class NvmeStore:
     def commit(self, meta: dict[str, Any]) -> int:
         """Make everything written since the last commit the new generation; returns its number.
 
-        Every array written since must have been written whole, and the first commit needs every array. Files, their
-        folders and the manifest are synced in this order, so that a crash at any moment leaves the old or the new
-        generation. UserError when the disk fails; the old generation then stays the committed one.
+        Every array written since must have been written whole, and the first commit needs every array. A crash at any
+        moment leaves the old or the new generation. UserError when the disk fails; the old one then stays committed.
         """
         with self._lock:
             ensure(not self._committing, "two commits at once")
@@ -349,21 +299,17 @@ class NvmeStore:
         return self.generation
 
     def verify(self, report: Report = no_report) -> int:
-        """Read all of the committed generation at the drives' speed, all drives at once; returns the bytes read.
-
-        `report` is given the share that has been read and what it is of, from any thread.
-        UserError naming every chunk file that is not what was written (the first 20 of them).
-        """
+        """Read and check all of the committed generation (`scrub`); returns the bytes read. UserError."""
         with self._lock:
             committed = [array for array in self._committable() if array.slot is not None]
-            files = [array.committed_file(part) for array in committed for part in range(len(array.parts))]
-        return scrub(files, f"generation {self.generation}", READ_THREADS, report)
+            files = [array.file(part) for array in committed for part in range(len(array.parts))]
+        return scrub(files, f"generation {self.generation}", report)
 
     def checkpoint(self, name: str) -> None:
-        """Keep the committed generation as checkpoint `name` (storage.checkpoints): a link for each chunk file.
+        """Keep the committed generation as checkpoint `name` (checkpoints.py): a link for each chunk file.
 
-        Reads and writes may go on meanwhile; a commit waits. UserError when the name is taken or is none, when there is
-        no room for the generation that the slots no longer share with it, or when the disk fails.
+        Reads and writes may go on meanwhile; a commit waits. UserError when the name is taken or is none, there is no
+        room for the generation that the slots no longer share with it, or the disk fails.
         """
         with self._exclusive:
             self._require_sound()
@@ -377,10 +323,8 @@ class NvmeStore:
             checkpoints.write_checkpoint(name, self._manifest, self._drives, arrays)
 
     def restore(self, name: str) -> int:
-        """Commit a generation with the content and meta of checkpoint `name`; returns its number.
-
-        What was not committed is dropped. UserError when there is no such checkpoint, it is not whole, or the disk
-        fails; the old generation then stays.
+        """Commit a generation with the content and meta of checkpoint `name`; returns its number. What was not
+        committed is dropped. UserError when it is not there or not whole, or the disk fails: the old generation stays.
         """
         with self._exclusive:
             self._require_sound()
@@ -402,14 +346,13 @@ class NvmeStore:
 
     def peak_disk_bytes(self) -> int:
         """The same with as many spilled activations as there were at once at most. Any thread may ask, at any time."""
-        return self._drives.disk_bytes(without=self._spill.folders()) + self._spill.peak_bytes
+        return self._drives.disk_bytes(without=self.spilled.folders()) + self.spilled.peak_bytes
 
     def close(self) -> None:
         """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash."""
         for drive in self._drives:
             drive.close()
-        if not self._closed and self._drives.writable:
-            for drive in self._drives:
+            if not self._closed and self._drives.writable:
                 shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
         self._closed = True
         self._drives.locks.release()
@@ -459,17 +402,14 @@ class NvmeStore:
         """Commit: from here on, the next generation consists of `arrays`, whose chunk files are durable."""
         successor = Manifest(self._manifest.store, self.generation + 1, arrays, self._drives.records(), meta)
         path = self.root / manifest.FILE_NAME
-        what = f"writing the manifest of generation {successor.generation}"
-        try:
-            temporary = successor.prepare(self.root)
-        except OSError as error:
-            raise disk_error(error, path, what) from error
-        try:
-            publish(temporary, path)
-        except OSError as error:
-            # Either generation may be the one on disk: its chunk files must not be written any more.
-            self._broken = "the manifest could not be replaced"
-            raise disk_error(error, path, what) from error
+        with reporting(path, f"writing the manifest of generation {successor.generation}"):
+            temporary = prepare_file(path, successor.encode())
+            try:
+                publish(temporary, path)
+            except OSError:
+                # Either generation may be the one on disk: its chunk files must not be written any more.
+                self._broken = "the manifest could not be replaced"
+                raise
         moved = []
         with self._lock:
             for array in self._committable():

@@ -34,21 +34,19 @@ def remove_store(root: Path, folders: Iterable[Path]) -> None:
     A folder that is another store's, or nobody's, stays as it is: also where `root` is the place from which that
     other one has moved. UserError where one does not say whose it is.
     """
-    own = drives.read_identity(root)
+    own = drives.Identity.read(root)
     for folder in folders:
-        identity = drives.read_identity(folder)
+        identity = drives.Identity.read(folder)
         if identity is None or not ownership.is_same(Path(identity.root), root):
             continue
         if own is None and not ownership.is_aborted_start(folder, identity, root):
             continue
         if own is not None and (own.store != identity.store or ownership.owner(folder, identity, root) is not None):
             continue
-        remove_arrays(folder)
-        for name in (SCRATCH, CHECKPOINTS):
-            shutil.rmtree(folder / name, ignore_errors=True)
+        _clear(folder)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         with contextlib.suppress(OSError):
-            for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
-                (folder / name).unlink(missing_ok=True)
+            _forget(folder)
             folder.rmdir()
 
 
@@ -58,8 +56,17 @@ def tidy(root: Path, drive_set: DriveSet, arrays: Collection[Array], moved: Coll
         sweep_strays(array, drive_set)
     used = {drive for array in arrays for drive in array.layout}
     for folder in drive_set.retire(used):
-        remove_arrays(folder)
-        shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+        _clear(folder)
         if not (folder / CHECKPOINTS).exists() and folder != root:
-            for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
-                (folder / name).unlink(missing_ok=True)
+            _forget(folder)
+
+
+def _clear(folder: Path) -> None:
+    remove_arrays(folder)
+    shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+
+
+def _forget(folder: Path) -> None:
+    """Remove what says whose drive `folder` is. OSError."""
+    for name in (manifest.BACKUP_NAME, drives.IDENTITY_NAME):
+        (folder / name).unlink(missing_ok=True)

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.storage.files.disk import disk_error, fsync_dir, make_folder, publish, require_writable, write_file
+from penstock.storage.files.disk import fsync_dir, make_folder, reporting, require_writable, write_file
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
 from penstock.storage.generations import ownership
-from penstock.storage.offsite.files import file_bytes, read_files
-from penstock.storage.offsite.index import (
-    FILES,
-    INDEX,
-    Index,
-    array_folder,
-    read_index,
-    read_manifest,
-    read_tokens,
-    write_tokens,
-)
-from penstock.storage.offsite.link import Job, Link, OffsiteError, Pieces, Report
+from penstock.storage.offsite import index as at
+from penstock.storage.offsite.index import FILES, Index, file_bytes, read_files, read_index, read_manifest
+from penstock.storage.offsite.link import Link, OffsiteError, Pieces, Report
 from penstock.storage.offsite.location import Location
 from penstock.storage.tier import manifest
 from penstock.storage.tier.arrays import zarr_json
-from penstock.storage.tier.drives import Locks, distinct, record, require_capacity
-from penstock.storage.tier.manifest import ArraySpec, Manifest, Stored
+from penstock.storage.tier.drives import Locks, distinct, require_capacity
+from penstock.storage.tier.manifest import DriveRecord, Manifest, Stored
 
 _MOST_SMALL_BYTES = 1 << 24
 _MOST_FILES_BYTES = 1 << 46
@@ -49,64 +41,51 @@ class Remote:
     @property
     def num_bytes(self) -> int:
         """Of state and files."""
-        return sum(map(_array_bytes, self.manifest.arrays)) + sum(map(file_bytes, self.files.values()))
-
-
-def _array_bytes(spec: ArraySpec) -> int:
-    return len(spec.parts()) * spec.form.file_bytes
+        return sum(spec.slot_bytes for spec in self.manifest.arrays) + sum(map(file_bytes, self.files.values()))
 
 
 def find(open_link: Callable[[Location], Link], location: Location, name: str | None) -> tuple[Link, Remote]:
-    """The newest generation at `location`, or the one called `name`, or the one whose name `location` itself ends in.
-
-    Returns an open link to where its index is. UserError where there is none, or it is damaged.
-    """
+    """The newest generation at `location`, or the one called `name`, or the one whose name `location` itself ends in,
+    and an open link to where its index is. UserError where there is none, or it is damaged."""
     link = open_link(location)
     try:
-        seen = read_index(link)
-        if seen.index is None and (above := location.parent()) is not None and name is None:
+        index = read_index(link).index
+        if index is not None:
+            return link, _chosen(link, location, index, name)
+        if name is None and (above := location.parent()) is not None:
             link.close()
             link = open_link(above[0])
-            return link, _find_below(link, above[0], above[1], location)
-        if seen.index is None:
-            raise _nothing(location)
-        return link, _chosen(link, location, seen.index, name)
+            if (result := _find_below(link, *above)) is not None:
+                return link, result
+        raise UserError(
+            f"{location}: holds no state: neither {at.INDEX} nor a generation was found; check the name, and for a "
+            "store other than AWS set AWS_ENDPOINT_URL"
+        )
     except BaseException:
         link.close()
         raise
 
 
-def _find_below(link: Link, location: Location, name: str, given: Location) -> Remote:
+def _find_below(link: Link, location: Location, name: str) -> Remote | None:
     """The generation `name` of the index at `location`; of one that cannot be read, or was not copied, its folder."""
-    try:
+    index = None
+    with contextlib.suppress(OffsiteError):
         index = read_index(link).index
-    except OffsiteError:
-        index = None
     if index is not None and any(name in (entry.name, entry.folder) for entry in index.entries):
         return _chosen(link, location, index, name)
-    result = read_manifest(link, name)
-    if result is None:
-        raise _nothing(given)
+    if (result := read_manifest(link, name)) is None:
+        return None
     return Remote(location, name, result.checkpoint or name, None, result, read_files(link, name))
-
-
-def _nothing(location: Location) -> UserError:
-    return UserError(
-        f"{location}: holds no state: neither {INDEX} nor a generation was found; check the name, and for a store "
-        "other than AWS set AWS_ENDPOINT_URL"
-    )
 
 
 def _chosen(link: Link, location: Location, index: Index, name: str | None) -> Remote:
     if not index.entries:
         raise UserError(f"{location}: holds {index.words}, so there is nothing to resume from")
-    entry = index.entries[-1]
-    if name is not None:
-        named = [entry for entry in index.entries if name in (entry.name, entry.folder)]
-        if not named:
-            there = ", ".join(entry.name for entry in index.entries)
-            raise UserError(f"{location}: has no generation '{one_line(name, 80)}'; it has {there}")
-        entry = named[-1]
+    named = [entry for entry in index.entries if name is None or name in (entry.name, entry.folder)]
+    if not named:
+        there = ", ".join(entry.name for entry in index.entries)
+        raise UserError(f"{location}: has no generation '{one_line(name, 80)}'; it has {there}")
+    entry = named[-1]
     result = read_manifest(link, entry.folder)
     if result is None or result.store != index.store or result.generation != entry.generation:
         what = "has no manifest" if result is None else "has the manifest of another generation"
@@ -135,10 +114,8 @@ def fetch_files(link: Link, result: Remote, targets: Mapping[str, Path], inside:
         raise UserError(f"{result.location}/{result.folder}: its files add up to {size:,} bytes, more than any run has")
     require_capacity({inside: size}, "the run's files")
     for path in wanted:
-        try:
+        with reporting(path.parent, "making a folder"):
             make_folder(path.parent, inside)
-        except OSError as error:
-            raise disk_error(error, path.parent, "making a folder") from error
     link.get_files({path: pieces for path, pieces in wanted.items() if pieces}, FILES, report)
     for path, pieces in wanted.items():
         if not pieces:
@@ -148,20 +125,19 @@ def fetch_files(link: Link, result: Remote, targets: Mapping[str, Path], inside:
 def fetch_state(link: Link, result: Remote, root: Path, drives: Sequence[Path], report: Report) -> None:
     """Make the store of generation `result`, its manifest in `root` and its chunk files striped over `drives`.
 
-    Each chunk is compared with the manifest's checksum. The manifest is written last: until then there is no store, and
-    a second call keeps what is whole. UserError where a folder holds another run's state, or there is no room.
+    Chunks are checked; the manifest is written last: until then there is no store, and a second call keeps what is
+    whole. UserError where a folder holds another run's state, or there is no room.
     """
     root = root.absolute()
     folders = distinct(drives)
     require_writable(root)
-    locks = Locks()
-    try:
+    with Locks() as locks, reporting(root, "writing the fetched state", named=True):
         locks.take(root)
         if (root / manifest.FILE_NAME).exists():
             raise UserError(f"{root}: already holds a state; choose another --run-dir")
         ids = {ownership.join(folder, result.manifest.store, root, locks): folder for folder in folders}
         arrays = {spec: Stored(0, tuple(ids), stored.crcs) for spec, stored in result.manifest.arrays.items()}
-        records = tuple(record(id, folder, root, root, active=True) for id, folder in ids.items())
+        records = tuple(DriveRecord.of(id, folder, root, root) for id, folder in ids.items())
         fetched = replace(result.manifest, arrays=arrays, drives=records, checkpoint=None)
         _require_capacity(result, folders)
         below = {folder / spec.buffer / spec.kind / "0": (folder, spec) for folder in folders for spec in arrays}
@@ -169,26 +145,22 @@ def fetch_state(link: Link, result: Remote, root: Path, drives: Sequence[Path], 
             make_folder(inner, folder)
             write_file(inner / "zarr.json", zarr_json(spec))
         ownership.require_plain({root, *folders})
-        link.get([_job(result, *chunk) for chunk in fetched.chunks(ids)], report)
+        chunks = [
+            (f"{at.array_folder(result.folder, spec)}/{path.name}", path, size, crc)
+            for spec, path, size, crc in fetched.chunks(ids)
+        ]
+        link.get(chunks, report)
         for path in sorted({above for inner in below for above in (inner, *list(inner.parents)[:3])}, reverse=True):
             fsync_dir(path)
         if result.index is not None:
-            write_tokens(root, str(result.location), [*read_tokens(root, str(result.location)), result.index.token])
-        publish(fetched.prepare(root), root / manifest.FILE_NAME)
+            location = str(result.location)
+            at.write_tokens(root, location, [*at.read_tokens(root, location), result.index.token])
+        fetched.write(root)
         fetched.back_up({root, *folders})
-    except OSError as error:
-        raise disk_error(error, Path(error.filename or root), "writing the fetched state") from error
-    finally:
-        locks.release()
-
-
-def _job(result: Remote, spec: ArraySpec, path: Path, file_bytes: int, crc: int) -> Job:
-    source = array_folder(result.folder, spec.buffer, spec.kind, fixed=spec.fixed)
-    return f"{source}/{path.name}", path, file_bytes, crc
 
 
 def _require_capacity(result: Remote, folders: Sequence[Path]) -> None:
     """UserError unless the drives hold two generations, less what an earlier try has left there."""
-    need = sum(_array_bytes(spec) * (1 if spec.fixed else 2) for spec in result.manifest.arrays)
+    need = sum(spec.slot_bytes * (1 if spec.fixed else 2) for spec in result.manifest.arrays)
     there = sum(path.stat().st_blocks * 512 for folder in folders for path in folder.glob("*/*/0/c.*.0"))
     require_capacity(dict.fromkeys(folders, max(0, need - there) // len(folders)), "two generations of the state")

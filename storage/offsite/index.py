@@ -21,19 +21,20 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from msgspec import Meta, Struct, structs, to_builtins
 
-from penstock.storage.files import sealed
-from penstock.storage.files.disk import atomic_write
+from penstock.storage.files.disk import atomic_write, held
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.untrusted import Size, open_regular, parse_object, read_regular, shell, typed
-from penstock.storage.offsite.link import Link, LocationChangedError, OffsiteError
-from penstock.storage.tier.manifest import Manifest
+from penstock.storage.files.sealed import seal, unseal
+from penstock.storage.files.untrusted import Size, one_line, open_regular, parse_object, read_regular, shell, typed
+from penstock.storage.offsite.link import Link, LocationChangedError, OffsiteError, Pieces
+from penstock.storage.offsite.location import PIECE_BYTES, may_be_named
+from penstock.storage.tier.manifest import ArraySpec, Manifest
 from penstock.storage.tier.manifest import decode as decode_manifest
 
 INDEX = "penstock.json"
@@ -41,12 +42,13 @@ MANIFEST, RUN_FILES = "manifest.json", "run.json"
 FIXED, FILES = "shared/fixed", "shared/files"
 RECORD_NAME, LOCK_NAME = "offsite.json", "offsite.lock"
 """In the folder of the store's manifest: the tokens that this run may go on from; held by who uploads."""
-_MANIFEST_BYTES = 1 << 28
+_MANIFEST_BYTES = _RUN_FILES_BYTES = 1 << 28
 _INDEX_BYTES = 1 << 24
 _FORMAT, _VERSION = "penstock-offsite", 1
 
 _Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-][A-Za-z0-9._-]{0,219}\Z")]
 _Word = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,200}\Z")]
+_Piece = tuple[Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")], Annotated[int, Meta(ge=1, le=PIECE_BYTES)]]
 
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,13 +85,12 @@ class Index(Struct, frozen=True, forbid_unknown_fields=True):
     """BUFFER/KIND -> CRC-32C of the checksums of a fixed array that is whole in shared/fixed."""
 
     def encode(self) -> bytes:
-        content = {"format": _FORMAT, "version": _VERSION, **to_builtins(self)}
-        return (json.dumps(sealed.seal(content), indent=1) + "\n").encode()
+        return _encode({"format": _FORMAT, "version": _VERSION, **to_builtins(self)})
 
     @staticmethod
     def decode(data: bytes) -> Index:
         """ValueError where it is none."""
-        content = sealed.unseal(parse_object(data, most_bytes=_INDEX_BYTES)).content
+        content = unseal(parse_object(data, most_bytes=_INDEX_BYTES)).content
         result = (content.pop("format", None), content.pop("version", None))
         if result != (_FORMAT, _VERSION):
             raise ValueError(f"its format is {result[0]!r:.40}, version {result[1]!r:.20}")
@@ -99,9 +100,8 @@ class Index(Struct, frozen=True, forbid_unknown_fields=True):
     def words(self) -> str:
         """Whose it is, for a message."""
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.time))
-        newest = (
-            f"the newest being {self.entries[-1].name}" if self.entries else "which holds no complete generation yet"
-        )
+        none = "which holds no complete generation yet"
+        newest = f"the newest being {self.entries[-1].name}" if self.entries else none
         return f"run '{self.run}' (last written by {self.host or 'another machine'} on {since}, {newest})"
 
 
@@ -129,11 +129,9 @@ class Claim:
     """A run's hold on a location: it may replace the index as long as nobody else has."""
 
     def __init__(self, link: Link, root: Path, store: str, run: str) -> None:
-        """`root`: folder of the store's manifest, which keeps the record; `run`: the recipe's name. What changes the
-        index is called within `one_at_a_time` of `root`."""
-        self.link = link
+        """`root`: the store's folder; `run`: the recipe's name. Whoever changes the index holds `one_at_a_time`."""
+        self.link, self.seen = link, Seen(None, b"")
         self._root, self._store, self._run = root, store, run
-        self.seen = Seen(None, b"")
 
     @property
     def index(self) -> Index:
@@ -144,11 +142,9 @@ class Claim:
         """Read the index; None where there is none. LocationChangedError where this run may not go on with it."""
         self.seen = read_index(self.link)
         index = self.seen.index
-        if index is not None:
-            if index.store != self._store:
-                refuse_other(self.link, index)
-            if index.token not in read_tokens(self._root, str(self.link.location)):
-                self._refuse_changed(index)
+        known = read_tokens(self._root, str(self.link.location))
+        if index is not None and (index.store != self._store or index.token not in known):
+            self._refuse(index)
         return index
 
     def take(self) -> None:
@@ -173,18 +169,19 @@ class Claim:
         write_tokens(self._root, location, [*before, token])  # whether it gets there or not, a next try knows
         generation = self.link.replace(INDEX, changed.encode(), self.seen.generation)
         if generation is None:
-            now = read_index(self.link)
-            if now.index is None:
+            now = read_index(self.link).index
+            if now is None:
                 raise LocationChangedError(
                     f"{self.link.location}: its {INDEX} was removed during the upload; nothing was committed"
                 )
-            if now.index.store != self._store:
-                refuse_other(self.link, now.index)
-            self._refuse_changed(now.index)
+            self._refuse(now)
         self.seen = Seen(changed, generation)
         write_tokens(self._root, location, [token])
 
-    def _refuse_changed(self, index: Index) -> NoReturn:
+    def _refuse(self, index: Index) -> NoReturn:
+        """Raise LocationChangedError: the index is another run's, or another machine's that went on with this one."""
+        if index.store != self._store:
+            refuse_other(self.link, index)
         raise LocationChangedError(
             f"storage.offsite: {self.link.location}: another machine or copy has continued this {index.words}; nothing "
             "there was changed; choose another prefix, or resume from there: "
@@ -194,18 +191,17 @@ class Claim:
 
 def refuse_other(link: Link, index: Index) -> NoReturn:
     """Raise LocationChangedError: the location is another run's."""
-    empty = f"delete {INDEX} there if that run is gone"
-    way = f"resume that run: {shell('penstock', 'resume', str(link.location))}" if index.entries else empty
+    way = f"delete {INDEX} there if that run is gone"
+    if index.entries:
+        way = f"resume that run: {shell('penstock', 'resume', str(link.location))}"
     raise LocationChangedError(
         f"storage.offsite: {link.location}: holds {index.words}; choose another prefix, or {way}"
     )
 
 
 def require_usable(link: Link, root: Path, store: str | None) -> None:
-    """Prove that a run may write to a location before it begins; nothing is left there.
-
-    `store`: id of the run's store, None for a new run. OffsiteError, one line, for what is missing or another run's.
-    """
+    """Prove that a run of store id `store` (None: a new run) may write to a location; nothing is left there.
+    OffsiteError, one line, for what is missing or another run's."""
     index = read_index(link).index
     if index is not None and store is None:
         refuse_other(link, index)
@@ -218,21 +214,18 @@ def require_usable(link: Link, root: Path, store: str | None) -> None:
 
 def read_tokens(root: Path, location: str) -> list[str]:
     """Tokens of the index at `location` that the run of the store in `root` may replace."""
-    tokens = _record(root).get(location, [])
-    return [token for token in tokens if isinstance(token, str)] if isinstance(tokens, list) else []
+    return _record(root).get(location, [])
 
 
 def write_tokens(root: Path, location: str, tokens: list[str]) -> None:
     """Save them, durably."""
-    content = sealed.seal({"locations": {**_record(root), location: tokens}})
-    atomic_write(root / RECORD_NAME, json.dumps(content, indent=1))
+    atomic_write(root / RECORD_NAME, _encode({"locations": {**_record(root), location: tokens}}))
 
 
-def _record(root: Path) -> dict[str, Any]:
+def _record(root: Path) -> dict[str, list[str]]:
     try:
         content = parse_object(read_regular(root / RECORD_NAME, most_bytes=1 << 20))
-        tokens = sealed.unseal(content).content.get("locations")
-        return tokens if isinstance(tokens, dict) else {}
+        return typed(unseal(content).content.get("locations"), dict[str, list[str]])
     except (OSError, ValueError):
         return {}
 
@@ -240,34 +233,66 @@ def _record(root: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def one_at_a_time(root: Path, waits: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Held by whoever uploads from the store in `root`; the others wait. `waits` is called once where that is so."""
-    fd = open_regular(root / LOCK_NAME, flags=os.O_RDWR | os.O_CREAT)
-    try:
+    with held(open_regular(root / LOCK_NAME, flags=os.O_RDWR | os.O_CREAT)) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             waits()
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(fd)
 
 
-def new_folder(name: str) -> str:
-    """Where a generation called `name` is written: nobody writes to such a folder twice."""
-    return f"{name}.{uuid.uuid4().hex[:8]}"
-
-
-def array_folder(folder: str, buffer: str, kind: str, *, fixed: bool) -> str:
-    """Where an array is."""
-    return f"{FIXED if fixed else folder}/{buffer}/{kind}"
+def array_folder(folder: str, spec: ArraySpec) -> str:
+    """Where an array of the generation in `folder` is."""
+    return f"{FIXED if spec.fixed else folder}/{spec.buffer}/{spec.kind}"
 
 
 def read_manifest(link: Link, folder: str) -> Manifest | None:
     """The manifest of a generation's folder, None where it has none. UserError where it is damaged."""
     data, _ = link.read(f"{folder}/{MANIFEST}", _MANIFEST_BYTES)
-    try:
+    with _readable(link, folder, MANIFEST):
         return None if data is None else decode_manifest(data)
+
+
+class _Files(Struct, forbid_unknown_fields=True):
+    """A run's small files."""
+
+    format: Literal["penstock-run-files"]
+    files: dict[str, list[_Piece]]
+    """Path within the run directory -> (SHA-256, bytes) of each piece."""
+
+
+def encode_files(files: Mapping[str, Pieces]) -> bytes:
+    """run.json of files, by their paths within the run directory."""
+    return _encode(to_builtins(_Files("penstock-run-files", dict(files))))
+
+
+def read_files(link: Link, folder: str) -> dict[str, Pieces]:
+    """The files that run.json of a generation's folder lists. UserError where it is damaged or names what none is."""
+    content, _ = link.read(f"{folder}/{RUN_FILES}", _RUN_FILES_BYTES)
+    with _readable(link, folder, RUN_FILES):
+        if content is None:
+            raise ValueError("it is not there")
+        files = typed(unseal(parse_object(content, most_bytes=_RUN_FILES_BYTES)).content, _Files).files
+        for name in files:
+            if not may_be_named(name):
+                raise ValueError(f"it names '{one_line(name, 80)}', which is not a file of a run")
+        return files
+
+
+def file_bytes(pieces: Pieces) -> int:
+    return sum(size for _, size in pieces)
+
+
+def _encode(content: dict[str, Any]) -> bytes:
+    return (json.dumps(seal(content), indent=1) + "\n").encode()
+
+
+@contextlib.contextmanager
+def _readable(link: Link, folder: str, name: str) -> Iterator[None]:
+    try:
+        yield
     except ValueError as error:
         raise UserError(
-            f"{link.location}/{folder}/{MANIFEST}: cannot be read ({error}); choose another with --checkpoint NAME"
+            f"{link.location}/{folder}/{name}: cannot be read ({error}); choose another with --checkpoint NAME"
         ) from None

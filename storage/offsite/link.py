@@ -94,8 +94,9 @@ class Link:
         """Of the process, where it runs."""
         return None if self._process is None else self._process.pid
 
+    # Of the process's Bucket (mover.py), which says what each does.
+
     def read(self, key: str, most_bytes: int) -> tuple[bytes | None, bytes]:
-        """An object, None where there is none, and its generation."""
         result: tuple[bytes | None, bytes] = self._call("read", key, most_bytes)
         return result
 
@@ -103,40 +104,33 @@ class Link:
         self._call("write", key, value)
 
     def replace(self, key: str, value: bytes, if_equal: bytes) -> bytes | None:
-        """Write an object in the place of generation `if_equal`; its own, None where the object is another by now."""
         generation: bytes | None = self._call("replace", key, value, if_equal)
         return generation
 
     def keys(self, prefix: str) -> list[str]:
-        result: list[str] = self._call("keys", prefix)
-        return result
+        return list(self._call("keys", prefix))
 
     def delete(self, keys: Sequence[str]) -> None:
         self._call("delete", keys)
 
     def put(self, jobs: Sequence[Job], bytes_per_s: float | None, report: Report) -> int:
-        """Write chunk files to the location, and see that they are there; their bytes."""
         return int(self._call("put", jobs, bytes_per_s, report=report))
 
     def put_files(
         self, files: Mapping[str, Path], have: set[str], folder: str, bytes_per_s: float | None, report: Report
     ) -> dict[str, Pieces]:
-        """Write files in pieces below `folder`, but for pieces that are there; the pieces of each."""
-        result: dict[str, Pieces] = self._call("put_files", files, have, folder, bytes_per_s, report=report)
-        return result
+        return dict(self._call("put_files", files, have, folder, bytes_per_s, report=report))
 
     def get(self, jobs: Sequence[Job], report: Report) -> int:
-        """Make chunk files of what the location has; those that are whole already stay."""
         return int(self._call("get", jobs, report=report))
 
     def get_files(self, files: Mapping[Path, Pieces], folder: str, report: Report) -> int:
-        """Make files of their pieces below `folder`."""
         return int(self._call("get_files", files, folder, report=report))
 
     def error(self, what: str, permanent: bool) -> OffsiteError:
         """What was refused, where, and how to mend it."""
-        hint = _HINTS.get(what, {}).get(self.location.driver)
-        hint = hint or ("" if permanent else "check the network and the store, then try again")
+        later = "" if permanent else "check the network and the store, then try again"
+        hint = _HINTS.get(what, {}).get(self.location.driver) or later
         text = f"{self._field}: {self.location}: {one_line(what)}" + (f"; {hint}" if hint else "")
         return OffsiteError(text, permanent=permanent)
 
@@ -146,8 +140,7 @@ class Link:
             if self._closed:
                 raise self.error("was given up", permanent=False)
             with contextlib.suppress(OSError, EOFError):
-                connection = self._connection if self._process is not None else None
-                connection = connection or self._start()
+                connection = (self._process and self._connection) or self._start()
                 connection.send((act, args))
                 while True:
                     kind, value = connection.recv()

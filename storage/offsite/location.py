@@ -39,8 +39,7 @@ class Location:
     """Prefix within the bucket, or the folder's absolute path; without a slash at its end."""
 
     def __str__(self) -> str:
-        scheme = {"s3": "s3://", "gcs": "gs://", "file": ""}[self.driver]
-        return f"{scheme}{self.bucket}/{self.path}" if self.bucket else self.path
+        return f"{'s3' if self.driver == 's3' else 'gs'}://{self.bucket}/{self.path}" if self.bucket else self.path
 
     def parent(self) -> tuple[Location, str] | None:
         """The location around this one, and the last name of this one; None where there is none."""
@@ -53,10 +52,8 @@ class Location:
         """tensorstore's kvstore spec; what it has no field for comes from `environment`, this process's by default."""
         env = os.environ if environment is None else environment
         result: dict[str, Any] = {"driver": self.driver, "path": f"{self.path}/"}
-        if self.driver == "file":
-            return result
-        result["bucket"] = self.bucket
-        if self.driver == "gcs":
+        result |= {"bucket": self.bucket} if self.bucket else {}
+        if self.driver != "s3":
             return result
         endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
         region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or ("us-east-1" if endpoint else None)
@@ -68,10 +65,8 @@ class Location:
 
 
 def aws_credentials(env: Mapping[str, str]) -> dict[str, Any]:
-    """Where S3's credentials come from, in the order of the provider's own tools.
-
-    Never tensorstore's own chain, which without any goes on as nobody.
-    """
+    """Where S3's credentials come from, in the order of the provider's own tools: tensorstore's own chain goes on as
+    nobody where there are none."""
     if env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
         return {"type": "environment"}
     if env.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
@@ -126,8 +121,7 @@ def parse_location(text: str, field: str) -> Location:
 
 def _folder(text: str, field: str) -> Location:
     try:
-        path = Path(text).expanduser().absolute()
-        folder = os.path.normpath(path)
+        folder = os.path.normpath(Path(text).expanduser().absolute())
     except (RuntimeError, OSError) as error:
         raise UserError(f"{field}: '{one_line(text, 100)}' is not a folder ({one_line(error)}); name another") from None
     if folder == "/":
@@ -137,18 +131,16 @@ def _folder(text: str, field: str) -> Location:
 
 def require_mounted(location: Location, field: str) -> None:
     """UserError where the folder above `location` is not there: its disk is not mounted, or the name is wrong."""
-    if location.driver == "file" and not Path(location.path).is_dir() and not Path(location.path).parent.is_dir():
+    folder = Path(location.path)
+    if location.driver == "file" and not folder.is_dir() and not folder.parent.is_dir():
         raise UserError(
-            f"{field}: {Path(location.path).parent} does not exist: is the disk mounted? Mount it, or choose another "
-            "folder"
+            f"{field}: {folder.parent} does not exist: is the disk mounted? Mount it, or choose another folder"
         )
 
 
 def mover_bytes(largest_file_bytes: int) -> int:
-    """RAM of a process that moves chunk files of at most that size: itself, and its parts in flight.
-
-    A part is there as it was read, as it is sent, and twice as it comes back to be compared.
-    """
+    """RAM of a process that moves chunk files of at most that size: itself, and its parts in flight, each of which is
+    there as it was read, as it is sent, and twice as it comes back to be compared."""
     return (96 << 20) + 4 * parts_in_flight(largest_file_bytes) * largest_file_bytes
 
 

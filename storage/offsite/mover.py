@@ -12,6 +12,7 @@ import hashlib
 import os
 import queue
 import random
+import re
 import signal
 import sys
 import threading
@@ -34,7 +35,7 @@ from penstock.storage.offsite.location import PIECE_BYTES, Location, parts_in_fl
 T = TypeVar("T")
 
 _TRIES = 6
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 20.0
+_FIRST_PAUSE_S = 0.2
 _SLOWEST_BYTES_PER_S = 1 << 17
 """A request that is slower than this, and than `_PATIENCE_S` besides, is given up and made again."""
 _PATIENCE_S = 60.0
@@ -50,24 +51,20 @@ class Refusal(Exception):
         self.permanent = permanent
 
 
-_MEANT = (
-    (("Failed to get credentials", "Failed to create credentials"), "no credentials were found"),
-    (("Failed to obtain", "oauth", "Could not find the credentials"), "no credentials were found"),
-    (("NoSuchBucket", "bucket does not exist"), "the bucket does not exist"),
-    (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"), "the credentials were refused"),
-    (("PERMISSION_DENIED", "UNAUTHENTICATED", "AccessDenied"), "the credentials were refused"),
-    (
-        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
-        "the bucket is in another region",
-    ),
-)
+_MEANT = {
+    "no credentials were found": "Failed to ((get|create) credentials|obtain)|oauth|Could not find the credentials",
+    "the bucket does not exist": "NoSuchBucket|bucket does not exist",
+    "the credentials were refused": "InvalidAccessKeyId|SignatureDoesNotMatch|(Invalid|Expired)Token|"
+    "PERMISSION_DENIED|UNAUTHENTICATED|AccessDenied",
+    "the bucket is in another region": "PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint",
+}
 
 
 def meaning(error: BaseException) -> Refusal:
     """What an error of tensorstore's means, in words without what a server answered beside its code."""
     text = one_line(str(error).split(" [")[0], 200)
-    for marks, what in _MEANT:
-        if any(mark in str(error) for mark in marks):
+    for what, marks in _MEANT.items():
+        if re.search(marks, str(error)):
             return Refusal(what, permanent=True)
     if "os_error_code" in str(error):
         return Refusal(text, permanent="os_error_code='28'" not in str(error))
@@ -78,12 +75,7 @@ class Bucket:
     """Objects of a location, each request tried again where that may help. Every method raises Refusal."""
 
     def __init__(
-        self,
-        location: Location,
-        report: Report,
-        *,
-        most_pause_s: float = _MOST_PAUSE_S,
-        patience_s: float = _PATIENCE_S,
+        self, location: Location, report: Report, *, most_pause_s: float = 20.0, patience_s: float = _PATIENCE_S
     ) -> None:
         """`report` is given bytes that have moved, by any thread."""
         self._location, self._report = location, report
@@ -113,14 +105,10 @@ class Bucket:
             result = self._read(key, slice(0, None), most_bytes)
             return bytes(result.value) if result.state == "value" else None, bytes(result.stamp.generation)
 
-        value: tuple[bytes | None, bytes] = self._try(act)
-        return value
+        return self._try(act)
 
     def write(self, key: str, value: bytes) -> None:
-        """Write an object and see that it is what is there: what is short or another is written again.
-
-        The location's own word for it is taken where it is the MD5 of what it has, else the object is read back.
-        """
+        """Write an object and see that it is what is there, by its MD5 or by reading it back; else write it again."""
         crc = checksum(memoryview(value))
 
         def act() -> None:
@@ -154,21 +142,18 @@ class Bucket:
             expected = generation
             raise Refusal(f"{key} differs from what was written")
 
-        written: bytes | None = self._try(act)
-        return written
+        return self._try(act)
 
     def keys(self, prefix: str) -> list[str]:
         """Keys that begin with `prefix`."""
         span = ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)) if prefix else ts.KvStore.KeyRange()
-        keys: list[str] = self._try(lambda: [key.decode() for key in self._result(self._kv.list(span), 1 << 24)])
-        return keys
+        return self._try(lambda: [key.decode() for key in self._result(self._kv.list(span), 1 << 24)])
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; those that are not there are none the less gone."""
         for start in range(0, len(keys), 16):
-            some = keys[start : start + 16]
 
-            def act(some: Sequence[str] = some) -> None:
+            def act(some: Sequence[str] = keys[start : start + 16]) -> None:
                 for future in [self._kv.write(key, None) for key in some]:
                     self._result(future, 0)
 
@@ -184,18 +169,17 @@ class Bucket:
             self.write(key, read_chunk_bytes(path, file_bytes, crc))
             return file_bytes
 
-        return self._all(one, jobs, largest(jobs))
+        return self._all(one, jobs, max((size for _, _, size, _ in jobs), default=0))
 
     def put_files(
         self, files: Mapping[str, Path], have: set[str], folder: str, bytes_per_s: float | None
     ) -> dict[str, Pieces]:
-        """Write files in pieces that are called by their SHA-256, below `folder`, but for those in `have`; the pieces
-        of each. A file may grow meanwhile."""
+        """Write files in pieces called by their SHA-256 below `folder`, but for those in `have`; the pieces of each."""
         limit = Limit(bytes_per_s)
 
         def one(path: Path) -> Iterator[tuple[str, int]]:
             with open(path.resolve(strict=True), "rb") as file:
-                left = os.fstat(file.fileno()).st_size
+                left = os.fstat(file.fileno()).st_size  # it may grow meanwhile
                 while left > 0 and (piece := file.read(min(PIECE_BYTES, left))):
                     left -= len(piece)
                     digest = hashlib.sha256(piece).hexdigest()
@@ -220,7 +204,7 @@ class Bucket:
             publish(prepare_file(path, data), path)
             return file_bytes
 
-        return self._all(one, jobs, largest(jobs))
+        return self._all(one, jobs, max((size for _, _, size, _ in jobs), default=0))
 
     def get_files(self, files: Mapping[Path, Pieces], folder: str) -> int:
         """Make files of their pieces below `folder`."""
@@ -258,8 +242,7 @@ class Bucket:
                 raise
             return value
 
-        data: bytes = self._try(act)
-        return data
+        return self._try(act)
 
     def _read(self, key: str, span: slice, size: int = 0) -> Any:
         return self._result(self._kv.read(key, byte_range=span), size)
@@ -271,7 +254,7 @@ class Bucket:
             future.cancel()
             raise
 
-    def _try(self, act: Callable[[], Any]) -> Any:
+    def _try(self, act: Callable[[], T]) -> T:
         """What `act` returns, after pauses where it is refused for now."""
         for attempt in range(_TRIES):
             try:
@@ -330,11 +313,6 @@ def require_chunk(data: bytes, crc: int, name: str) -> None:
             f"{name}: is damaged: it has CRC-32C {result:08x}, but records {stored:08x}, and the manifest records "
             f"{crc:08x}"
         )
-
-
-def largest(jobs: Sequence[Job]) -> int:
-    """Bytes of the largest chunk file of the jobs."""
-    return max((size for _, _, size, _ in jobs), default=0)
 
 
 def _answer(act: Callable[[], Any]) -> tuple[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -15,32 +17,20 @@ from penstock.storage.files.disk import require_free
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.sealed import hex_crc
 from penstock.storage.generations.checkpoints import checkpoint_folder, read_checkpoint
-from penstock.storage.offsite.files import encode_files, existing, read_files
-from penstock.storage.offsite.index import (
-    FILES,
-    FIXED,
-    MANIFEST,
-    RUN_FILES,
-    Claim,
-    Entry,
-    Index,
-    array_folder,
-    new_folder,
-    one_at_a_time,
-    read_manifest,
-)
+from penstock.storage.offsite import index as at
+from penstock.storage.offsite.index import Claim, Entry, Index
 from penstock.storage.offsite.link import Job, LocationChangedError, OffsiteError, Report
+from penstock.storage.offsite.location import may_be_named
 from penstock.storage.tier.arrays import zarr_json
 from penstock.storage.tier.drives import locate
-from penstock.storage.tier.filesystem import existing as existing_folder
+from penstock.storage.tier.filesystem import existing
 from penstock.storage.tier.manifest import ArraySpec, DriveRecord, Manifest, Stored
 
 _DRIVE = "offsite"
 """Id of the one drive that a manifest at a location has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """What became of an upload."""
 
     entry: Entry
@@ -48,8 +38,7 @@ class Sent:
     """That went over the wire; 0 where the generation was there already."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What is to be written for a checkpoint."""
 
     manifest: Manifest
@@ -59,10 +48,6 @@ class Load:
     chunks: list[Job]
     fixed: dict[str, str]
     """BUFFER/KIND of fixed arrays that are among them -> CRC-32C of their checksums."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for _, _, size, _ in self.chunks)
 
 
 def send_checkpoint(
@@ -84,16 +69,14 @@ def send_checkpoint(
 
     `drives`: where its drives may be now. `automatic`: one that `keep` counts, so many of which stay at the location.
     `begins` is given all bytes that will move, `report` those that have. Nothing is listed there before all of it
-    was seen to be there. OffsiteError where the location refuses, UserError where the checkpoint is not whole; what was
-    the newest generation at the location is so still.
+    was seen to be there. OffsiteError where the location refuses, UserError where the checkpoint is not whole; the
+    newest generation at the location then stays the newest.
     """
     saved = read_checkpoint(root, checkpoint)
-    with one_at_a_time(root, waits):
-        index = claim.look()
-        if index is None:
+    with at.one_at_a_time(root, waits):
+        if claim.look() is None:
             claim.take()
-            index = claim.index
-        there = next((entry for entry in index.entries if entry.name == name), None)
+        there = next((entry for entry in claim.index.entries if entry.name == name), None)
         if there is not None and _is_same(claim, there, saved):
             return Sent(there, 0)
         if there is not None and not automatic:
@@ -101,22 +84,14 @@ def send_checkpoint(
                 f"{claim.link.location}: has a checkpoint '{name}' of step {there.step} already; choose another name"
             )
         _sweep(claim)
-        folder = new_folder(name)
+        folder = f"{name}.{uuid.uuid4().hex[:8]}"
         claim.change(lambda now: structs.replace(now, going=(*now.going, folder)))
-        load = load_of(saved, checkpoint_folder(root, checkpoint), drives, folder, name, claim.index.fixed)
+        load = _load(saved, checkpoint_folder(root, checkpoint), drives, folder, name, claim.index.fixed)
         moved = _write(claim, load, folder, files, bytes_per_s, begins, report)
         manifest = load.manifest.encode()
-        claim.link.write(f"{folder}/{MANIFEST}", manifest)
-        entry = Entry(
-            name=name,
-            folder=folder,
-            generation=saved.generation,
-            step=saved.step,
-            bytes=moved,
-            time=time.time(),
-            crc32c=hex_crc(manifest),
-            automatic=automatic,
-        )
+        claim.link.write(f"{folder}/{at.MANIFEST}", manifest)
+        crc = hex_crc(manifest)
+        entry = Entry(name, folder, saved.generation, saved.step, moved, time.time(), crc, automatic)
         try:
             claim.change(lambda now: _with_entry(now, entry, load.fixed, keep))
         except LocationChangedError:
@@ -127,7 +102,7 @@ def send_checkpoint(
         return Sent(entry, moved)
 
 
-def load_of(
+def _load(
     saved: Manifest, base: Path, drives: Sequence[Path], folder: str, name: str, there: Mapping[str, str]
 ) -> Load:
     """What is written to `folder` for manifest `saved` of the checkpoint in `base`; `there`: fixed arrays that are
@@ -138,14 +113,16 @@ def load_of(
     to: dict[ArraySpec, str] = {}
     for spec, stored in saved.arrays.items():
         arrays[spec] = Stored(0, (_DRIVE,), stored.crcs)
-        label, digest = f"{spec.buffer}/{spec.kind}", crcs_digest(stored.crcs)
-        if spec.fixed and there.get(label) == digest:
-            continue
-        if spec.fixed and label in there:
-            raise UserError(f"{base}: array {label}, which is written only once, differs from the one already there")
         if spec.fixed:
+            label = f"{spec.buffer}/{spec.kind}"
+            digest = hex_crc(b"".join(crc.to_bytes(4, "little") for crc in stored.crcs))
+            if there.get(label) == digest:
+                continue
+            if label in there:
+                what = "which is written only once, differs from the one already there"
+                raise UserError(f"{base}: array {label}, {what}")
             fixed[label] = digest
-        to[spec] = array_folder(folder, spec.buffer, spec.kind, fixed=spec.fixed)
+        to[spec] = at.array_folder(folder, spec)
     small = [(f"{below}/zarr.json", zarr_json(spec)) for spec, below in to.items()]
     chunks = [
         (f"{to[c.spec]}/{c.path.name}", c.path, c.file_bytes, c.crc) for c in saved.chunks(result) if c.spec in to
@@ -154,12 +131,8 @@ def load_of(
     return Load(manifest, small, chunks, fixed)
 
 
-def crcs_digest(crcs: Iterable[int]) -> str:
-    return hex_crc(b"".join(crc.to_bytes(4, "little") for crc in crcs))
-
-
 def _is_same(claim: Claim, entry: Entry, saved: Manifest) -> bool:
-    there = read_manifest(claim.link, entry.folder)
+    there = at.read_manifest(claim.link, entry.folder)
     return there is not None and (there.store, there.generation, there.meta) == (
         saved.store,
         saved.generation,
@@ -177,14 +150,14 @@ def _write(
     report: Report,
 ) -> int:
     """Write all but the manifest; the bytes that moved."""
-    link = claim.link
-    have = {digest for pieces in _listed_files(claim).values() for digest, _ in pieces}
-    small = existing(files)
-    begins(load.num_bytes + sum(path.stat().st_size for path in small.values()))
+    link, size = claim.link, sum(size for _, _, size, _ in load.chunks)
+    have = _listed_pieces(claim)
+    small = {name: path for name, path in files.items() if may_be_named(name) and path.is_file()}
+    begins(size + sum(path.stat().st_size for path in small.values()))
     if link.location.driver == "file":
-        require_free(existing_folder(Path(link.location.path)), load.num_bytes, "the upload")
-    result = link.put_files(small, have, FILES, bytes_per_s, report)
-    link.write(f"{folder}/{RUN_FILES}", encode_files(result))
+        require_free(existing(Path(link.location.path)), size, "the upload")
+    result = link.put_files(small, have, at.FILES, bytes_per_s, report)
+    link.write(f"{folder}/{at.RUN_FILES}", at.encode_files(result))
     for key, content in load.small:
         link.write(key, content)
     new = {digest: size for pieces in result.values() for digest, size in pieces if digest not in have}
@@ -209,17 +182,14 @@ def _sweep(claim: Claim) -> None:
         return
     for folder in going:
         link.delete(link.keys(f"{folder}/"))
-    needed = {f"{FILES}/{digest}" for pieces in _listed_files(claim).values() for digest, _ in pieces}
-    link.delete([key for key in link.keys(f"{FILES}/") if key not in needed])
-    fixed = tuple(f"{FIXED}/{label}/" for label in claim.index.fixed)
-    link.delete([key for key in link.keys(f"{FIXED}/") if not key.startswith(fixed)])
+    needed = {f"{at.FILES}/{digest}" for digest in _listed_pieces(claim)}
+    link.delete([key for key in link.keys(f"{at.FILES}/") if key not in needed])
+    fixed = tuple(f"{at.FIXED}/{label}/" for label in claim.index.fixed)
+    link.delete([key for key in link.keys(f"{at.FIXED}/") if not key.startswith(fixed)])
     claim.change(lambda now: structs.replace(now, going=()))
 
 
-def _listed_files(claim: Claim) -> dict[tuple[str, str], list[tuple[str, int]]]:
-    """(folder, path) -> pieces of all files of the generations at the location."""
-    return {
-        (entry.folder, name): pieces
-        for entry in claim.index.entries
-        for name, pieces in read_files(claim.link, entry.folder).items()
-    }
+def _listed_pieces(claim: Claim) -> set[str]:
+    """SHA-256 of the pieces of all files of the generations at the location."""
+    files = [pieces for entry in claim.index.entries for pieces in at.read_files(claim.link, entry.folder).values()]
+    return {digest for pieces in files for digest, _ in pieces}

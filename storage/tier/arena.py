@@ -19,8 +19,7 @@ from penstock.storage.files.units import bytes_text
 
 PAGE_BYTES = 4096
 PIECE_BYTES = 64 << 30
-"""Pinning goes in pieces of at most this size, unless one slot is larger. Few pieces are quick to look up for every
-copy; one huge one fails as a whole."""
+"""Most of one registration, unless one slot is larger: few are quick to look up, one huge one fails as a whole."""
 MOST_BYTES = 512 << 30
 """The driver refuses to register this much in one call, or more."""
 _STEP_BYTES = 256 << 20
@@ -29,9 +28,8 @@ _PAGE_IN_THREADS = 16
 _UNKNOWN_BYTES = 64
 _MADV_POPULATE_WRITE = 23
 RING_PIECE_BYTES = (8 << 20) - PAGE_BYTES
-"""What is copied at once through the ring of an arena that is not pinned: a third of a millisecond of a PCIe 4 link,
-beside which starting a copy takes nothing. Two each way are less than any system can pin. Less a page, as torch's
-pinned allocator rounds up to a power of two."""
+"""What is copied at once through the ring of an arena that is not pinned: a third of a millisecond of a PCIe 4 link.
+Less a page, as torch's pinned allocator rounds up to a power of two."""
 
 Progress = Callable[[int, int], None]
 """Told how many bytes of how many are done."""
@@ -44,8 +42,7 @@ class CudaRegistrar:
         """Pin a range; 0, or the driver's error code."""
         code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code != 0:
-            # It is the thread's last error, too, which its next launch would be taken to have failed with.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # the thread's last error, or its next launch would seem to fail
                 torch.zeros(1, device="cuda")
         return code
 
@@ -57,9 +54,8 @@ class CudaRegistrar:
 class HostArena:
     """A private anonymous mapping of `capacity_bytes`, carved into slots, then pinned for the GPU by `pin`.
 
-    Slots are carved once and live as long as the arena. torch's own pinned allocator rounds every allocation up to a
-    power of two; here a slot costs its size rounded up to a page. Nothing is resident before it is touched or pinned,
-    and nothing here touches it before. Where the driver does not pin as much, `copy` goes through pinned pieces.
+    Slots live as long as the arena. One costs its size rounded up to a page; torch's pinned allocator rounds up to a
+    power of two. Nothing is resident before it is touched or pinned.
     """
 
     def __init__(self, capacity_bytes: int, *, budget_bytes: int):
@@ -72,7 +68,8 @@ class HostArena:
         assert capacity_bytes > 0, capacity_bytes
         self.capacity_bytes = _page_up(capacity_bytes)
         self.slots: dict[str, int] = {}
-        self._offset = 0
+        self.used_bytes = 0
+        """Bytes carved so far, page padding included."""
         self._map = _map_memory(self.capacity_bytes)
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         self._registrar: CudaRegistrar | None = None
@@ -83,53 +80,41 @@ class HostArena:
         """What the user should know about pinning."""
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes carved so far, page padding included."""
-        return self._offset
-
-    @property
     def pinned(self) -> bool:
         return bool(self._registered)
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of what `pin` registers at once; see `cut_pieces`."""
-        return cut_pieces([_page_up(nbytes) for nbytes in self.slots.values()])
 
     def slot(self, name: str, nbytes: int) -> torch.Tensor:
         """Carve a slot: uint8 [nbytes], its address a multiple of 4 KiB. BudgetError when the arena is full.
 
-        Each slot is a storage of its own to torch: autograd and torch.compile take tensors that share a storage for
-        views of one another.
+        Each is a storage of its own: autograd and torch.compile take tensors that share one for views of one another.
         """
         assert self._bytes is not None, "the arena is closed"
         assert not self._registered, "the arena is pinned already"
         assert name not in self.slots, f"slot {name} carved twice"
         assert nbytes > 0, (name, nbytes)
-        free = self.capacity_bytes - self._offset
+        start = self.used_bytes
+        free = self.capacity_bytes - start
         if nbytes > free:
             raise BudgetError(
                 f"host arena: slot '{name}' needs {nbytes:,} bytes and {free:,} of {self.capacity_bytes:,} are free; "
                 "raise budgets.ram"
             )
-        start = self._offset
-        self._offset += _page_up(nbytes)
+        self.used_bytes += _page_up(nbytes)
         self.slots[name] = nbytes
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes)
 
     def pin(self, registrar: CudaRegistrar | None = None, on_progress: Progress | None = None) -> None:
         """Page all slots in and register them, once all are carved; or make the ring, where the driver refuses that.
 
-        Pages come in from as many threads as the calling one has cores, on its NUMA node: paging in is what
-        takes long, and the driver would do it with one thread. `registrar`: CUDA's by default.
+        Paging in takes long, so it is done from as many threads as the calling one has cores, on its NUMA node.
         """
         assert self._bytes is not None, "the arena is closed"
         assert not self._registered, "pinned twice"
         self._registrar = registrar or CudaRegistrar()
-        base, total = self._bytes.data_ptr(), self._offset
+        base, total = self._bytes.data_ptr(), self.used_bytes
         try:
             with _paging(base, total, on_progress) as wait:
-                for offset, nbytes in self.pieces:
+                for offset, nbytes in cut_pieces([_page_up(nbytes) for nbytes in self.slots.values()]):
                     wait(offset + nbytes)
                     code = self._registrar.register(base + offset, nbytes)
                     if code != 0:
@@ -153,7 +138,7 @@ class HostArena:
                 f"{str(error).partition(chr(10))[0]}): end what else uses this GPU"
             ) from error
         self.remark = (
-            f"the driver cannot pin {bytes_text(self._offset)} of RAM (cudaHostRegister error {code} after "
+            f"the driver cannot pin {bytes_text(self.used_bytes)} of RAM (cudaHostRegister error {code} after "
             f"{bytes_text(pinned_bytes)}): copies between RAM and GPU go through {bytes_text(4 * piece_bytes)} of "
             "pinned memory, slower than planned and with more work for the CPU; a lower budget of RAM (budgets.ram, "
             "--ram) may fit what can be pinned"
@@ -163,11 +148,9 @@ class HostArena:
         """Copy to or from slots in the order of the calling thread's stream: copy_(non_blocking=True) where they are
         pinned. Through the ring the host's side of it is over when this returns; tensors are contiguous, of one dtype.
         """
-        if self._ring is None:
-            target.copy_(source, non_blocking=True)
-        elif self._holds(target):
+        if self._ring is not None and self._holds(target):
             self._ring[1].to_host(_flat(target), _flat(source))
-        elif self._holds(source):
+        elif self._ring is not None and self._holds(source):
             self._ring[0].to_gpu(_flat(target), _flat(source))
         else:
             target.copy_(source, non_blocking=True)
@@ -183,11 +166,7 @@ class HostArena:
         self._registered.clear()
 
     def close(self) -> None:
-        """Unpin the arena and give its memory back; what slots held is lost.
-
-        The address range itself goes when the last slot's tensor does, so a view that outlives the arena reads zeros
-        and cannot crash the process.
-        """
+        """Unpin the arena and give its memory back. A view that outlives it reads zeros and crashes nothing."""
         if self._bytes is None:
             return
         self._unpin()
@@ -199,9 +178,8 @@ class HostArena:
 def cut_pieces(slot_bytes: Sequence[int]) -> list[tuple[int, int]]:
     """(offset, bytes) of the ranges in which slots of these sizes, end to end, are registered with the GPU's driver.
 
-    A copy whose host range spans two registrations fails ("invalid argument"), so a range ends only where a slot ends;
-    it has at most PIECE_BYTES, unless one slot alone is larger. Nothing is skipped. BudgetError for a slot that no
-    registration can hold.
+    A copy whose host range spans two registrations fails ("invalid argument"), so a range ends only where a slot ends.
+    BudgetError for a slot that no registration can hold.
     """
     pieces: list[tuple[int, int]] = []
     start = end = 0
@@ -220,8 +198,7 @@ def cut_pieces(slot_bytes: Sequence[int]) -> list[tuple[int, int]]:
 
 class _Ring:
     """Two pinned pieces, through which bytes of pageable memory go one way: while the link carries one, the host fills
-    or empties the other. Whoever copies has the ring alone.
-    """
+    or empties the other."""
 
     def __init__(self, piece_bytes: int) -> None:
         self._lock, self._size = threading.Lock(), piece_bytes
@@ -232,7 +209,7 @@ class _Ring:
     def to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """uint8 [n] each; `source` has been read when this returns."""
         with self._lock:
-            for i, (there, here) in enumerate(self._parts(target, source)):
+            for i, (there, here) in enumerate(zip(target.split(self._size), source.split(self._size), strict=True)):
                 self._wait(i % 2)
                 there.copy_(self._pieces[i % 2][: here.numel()].copy_(here), non_blocking=True)
                 self._mark(i % 2)
@@ -240,25 +217,17 @@ class _Ring:
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """uint8 [n] each; `target` is complete when this returns."""
         with self._lock:
-            parts = self._parts(target, source)
-            for i, (_, here) in enumerate(parts):
-                self._pieces[i % 2][: here.numel()].copy_(here, non_blocking=True)
-                self._mark(i % 2)
-                if i:
-                    self._empty(parts, i - 1)
-            self._empty(parts, len(parts) - 1)
-
-    def _parts(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(target.split(self._size), source.split(self._size), strict=True))
-
-    def _empty(self, parts: list[tuple[torch.Tensor, torch.Tensor]], i: int) -> None:
-        self._wait(i % 2)
-        there = parts[i][0]
-        there.copy_(self._pieces[i % 2][: there.numel()])
+            targets = target.split(self._size)
+            for i, here in enumerate((*source.split(self._size), None)):
+                if here is not None:
+                    self._pieces[i % 2][: here.numel()].copy_(here, non_blocking=True)
+                    self._mark(i % 2)
+                if i:  # the one before, meanwhile
+                    self._wait(1 - i % 2)
+                    targets[i - 1].copy_(self._pieces[1 - i % 2][: targets[i - 1].numel()])
 
     def _wait(self, piece: int) -> None:
-        over = self._over[piece]
-        if over is not None:
+        if (over := self._over[piece]) is not None:
             over.synchronize()
 
     def _mark(self, piece: int) -> None:
@@ -268,8 +237,7 @@ class _Ring:
 
 @contextlib.contextmanager
 def _paging(address: int, nbytes: int, on_progress: Progress | None) -> Iterator[Callable[[int], None]]:
-    """Makes a fresh mapping resident from several threads, in ascending order; gives a function that waits until so
-    many bytes are."""
+    """Makes a fresh mapping resident, in ascending order; gives a function that waits until so many bytes are."""
     reached = 0
 
     def wait(end: int) -> None:
@@ -306,28 +274,22 @@ def _page_in(address: int, nbytes: int) -> None:
 def pinned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor [numel] of pinned memory, outside any arena. Who frees it has waited for its copies.
 
-    torch's allocator notes the copies of what it pins, and asks the GPU about them when the tensor is freed; where the
-    GPU has failed by then, that ends the process. It knows memory by where it begins.
+    It begins behind the start of torch's allocation, by which torch would know it, note its copies, and ask the GPU
+    about them when it is freed; where the GPU has failed by then, that ends the process.
     """
     whole = torch.empty(_UNKNOWN_BYTES + numel * dtype.itemsize, dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(whole.numpy()[_UNKNOWN_BYTES:]).view(dtype)
 
 
 def empty_aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor [numel] that starts at a 4 KiB address, outside any arena and its budget.
-
-    torch.empty does not align to pages, and direct I/O needs it. For what happens once: import, export, verification.
-    """
+    """An uninitialised tensor [numel], outside any arena and its budget, at a 4 KiB address as direct I/O wants it."""
     memory = _map_memory(max(numel * dtype.itemsize, 1))
     return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
 
 def _map_memory(nbytes: int) -> mmap.mmap:
-    """Private anonymous memory, in huge pages where the kernel has them.
-
-    Direct I/O reads into huge pages twice as fast (docs/results/storage.md): a request is a list of memory segments of
-    limited length, and with pages of 4 KiB it holds 1 MiB at most.
-    """
+    """Private anonymous memory, in huge pages where the kernel has them: direct I/O reads into those twice as fast
+    (docs/results/storage.md), as a request is a list of segments of limited length."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel built without them
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,10 +28,8 @@ _DIMENSIONS = ["part", "element"]
 
 @dataclass(slots=True, eq=False)
 class Array:
-    """An array and its state: one committed slot (none before the first commit) and one that is written to.
-
-    A fixed one is written once, and once more where it moves to other drives.
-    """
+    """An array and its state: one committed slot (none before the first commit) and one that is written to; a fixed
+    array is written again only where it moves to other drives."""
 
     spec: ArraySpec
     number: int
@@ -78,7 +76,7 @@ class Array:
         return base / self.spec.buffer / self.spec.kind / str(slot)
 
     def chunk(self, drives: tuple[Drive, ...], slot: int, part: int) -> tuple[Drive, Path]:
-        """The drive and the chunk file of a part when the slot is striped over `drives`."""
+        """The drive and the chunk file of a part where the slot is striped over `drives`."""
         drive = drives[stripe(self.number, part, len(drives))]
         return drive, self.folder(drive, slot) / f"c.{part}.0"
 
@@ -92,17 +90,11 @@ class Array:
         """The drive and the chunk file that the part's next write goes to."""
         return self.chunk(self.target, self.next_slot(), part)
 
-    def latest(self, part: int) -> ChunkFile:
-        """The chunk file that holds the latest state of a part, written or committed."""
-        if part not in self.written:
-            return self.committed_file(part)
-        return self._file(*self.next(part), part, self.written[part])
-
-    def committed_file(self, part: int) -> ChunkFile:
-        return self._file(*self.committed(part), part, self.crcs[part])
-
-    def _file(self, drive: Drive, path: Path, part: int, crc: int) -> ChunkFile:
+    def file(self, part: int, *, fresh: bool = False) -> ChunkFile:
+        """The chunk file of a part as it is committed, or as it was written since where `fresh`."""
+        drive, path = self.next(part) if fresh else self.committed(part)
         start, stop = self.parts[part]
+        crc = self.written[part] if fresh else self.crcs[part]
         return ChunkFile(drive, path, self.form, (stop - start) * self.spec.item_bytes, crc)
 
     def payload(self, part: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,14 +114,9 @@ class Array:
             raise AssertionError(f"{self.name} was never written")
         return Stored(self.slot, tuple(drive.id for drive in self.layout), self.crcs)
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot on all drives."""
-        return len(self.parts) * self.form.file_bytes
-
     def disk_bytes(self) -> int:
         """Bytes on all drives: two slots, or one of scratch or where it is fixed."""
-        return self.slot_bytes * (1 if self.scratch or self.spec.fixed else 2)
+        return self.spec.slot_bytes * (1 if self.scratch or self.spec.fixed else 2)
 
 
 def zarr_json(spec: ArraySpec) -> bytes:
@@ -151,8 +138,7 @@ def zarr_json(spec: ArraySpec) -> bytes:
 
 def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
     """Make what lacks of the arrays' slots on `drives`; durable, but for scratch. UserError when a drive fails."""
-    drives = list(drives)
-    made: set[Path] = set()
+    drives, made = list(drives), set[Path]()
     for array in arrays:
         content = zarr_json(array.spec)
         for drive in drives:
@@ -174,31 +160,26 @@ def make_folders(arrays: Iterable[Array], drives: Iterable[Drive]) -> None:
 
 def remove_arrays(folder: Path) -> None:
     """Remove all our arrays from a drive's folder and nothing else: no checkpoints, no scratch, no array of others."""
-    for path in list(_slots(folder)):
-        shutil.rmtree(path, ignore_errors=True)
-        for parent in (path.parent, path.parent.parent):
+    for path in list(folder.glob("*/*/[01]/zarr.json")):
+        ours = False
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            ours = json.loads(path.read_bytes()).get("dimension_names") == _DIMENSIONS
+        if not ours or path.parts[-4] in (SCRATCH, CHECKPOINTS):
+            continue
+        shutil.rmtree(path.parent, ignore_errors=True)
+        for parent in list(path.parents)[1:3]:
             with contextlib.suppress(OSError):  # not empty
                 parent.rmdir()
 
 
 def sweep_strays(array: Array, drives: Iterable[Drive]) -> None:
     """Remove chunk files of `array` where an earlier striping over other drives put them."""
-    numbers = range(len(array.parts))
-    saved = {array.next(part)[1] for part in numbers if not array.lasts}
-    if array.slot is not None:
-        saved |= {array.committed(part)[1] for part in numbers}
+    slots = [] if array.lasts else [array.next]
+    slots += [] if array.slot is None else [array.committed]
+    saved = {slot(part)[1] for slot in slots for part in range(len(array.parts))}
     for drive in drives:
         for slot in (0, 1):
             with contextlib.suppress(OSError):
                 for path in array.folder(drive, slot).glob("c.*.0"):
                     if path not in saved:
                         path.unlink(missing_ok=True)
-
-
-def _slots(folder: Path) -> Iterator[Path]:
-    for path in folder.glob("*/*/[01]/zarr.json"):
-        if path.parts[-4] in (SCRATCH, CHECKPOINTS):
-            continue
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            if json.loads(path.read_bytes()).get("dimension_names") == _DIMENSIONS:
-                yield path.parent

@@ -51,10 +51,7 @@ class ChunkFormat:
 
 
 def supports_direct(folder: Path) -> bool:
-    """Whether a block can be written to existing `folder` by direct I/O: some network and memory file systems refuse.
-
-    True as well where nothing can be written: whoever wants to learns the reason.
-    """
+    """Whether a block can be written to existing `folder` by direct I/O; true as well where nothing can be written."""
     probe = folder / f".direct-{os.getpid()}.tmp"
     try:
         with held(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o644)) as fd:
@@ -68,83 +65,82 @@ def supports_direct(folder: Path) -> bool:
 
 
 def write_chunk(path: Path, data: Bytes, form: ChunkFormat, *, direct: bool) -> int:
-    """Write `data` uint8 [<= part_bytes] as chunk file `path`, in place where it exists; not synced.
+    """Write `data` uint8 [<= part_bytes] as chunk file `path`, not synced; the CRC-32C of payload and padding. OSError.
 
-    Returns the CRC-32C of payload and padding. Overwriting in place keeps the file's extents and so costs no
-    allocation; a torn write can only hit the slot that no committed generation uses. A file that a checkpoint shares
-    is left to it and replaced by a new one. OSError on a full or failing disk.
+    In place, which costs no allocation; but a file that a checkpoint shares is left to it and replaced by a new one.
     """
     crc = checksum(data.data, form.stored_bytes - data.size)
-    whole, joined = _cut(data, form)
-    tail, last = _own_pages()
-    tail[:] = bytes(data.data[whole:]).ljust(BLOCK_BYTES, b"\0")
-    last[:] = (bytes(tail) if joined else bytes(BLOCK_BYTES))[:-_CRC_BYTES] + crc.to_bytes(_CRC_BYTES, "little")
+    whole, end, requests = _requests(data, form)
+    _pages.last[:] = bytes(BLOCK_BYTES)
+    end[:] = bytes(data.data[whole:]).ljust(BLOCK_BYTES, b"\0")
+    _pages.last[-_CRC_BYTES:] = crc.to_bytes(_CRC_BYTES, "little")
     with held(_open_own(path, os.O_DIRECT if direct and _is_aligned(data) else 0, form.file_bytes)) as fd:
-        if joined:  # one request: a small second one would wait behind the large ones of other threads
-            write_all(fd, [data.data[:whole], last], 0)
-        else:
-            write_all(fd, [data.data[:whole], *([tail] if whole < data.size else [])], 0)
-            write_all(fd, [last], form.file_bytes - BLOCK_BYTES)
+        for views, offset in requests:
+            write_all(fd, views, offset)
     return crc
 
 
-def _cut(data: Bytes, form: ChunkFormat) -> tuple[int, bool]:
-    """Bytes of the whole blocks of a payload, which direct I/O moves from or to where they are; whether its last bytes
-    are in the file's last block."""
+class _Pages(threading.local):
+    """A thread's pages for what direct I/O cannot move from or to where it is: ends of payloads and of files."""
+
+    def __init__(self) -> None:
+        pages = memoryview(mmap.mmap(-1, 2 * BLOCK_BYTES))
+        self.tail, self.last = pages[:BLOCK_BYTES], pages[BLOCK_BYTES:]
+
+
+_pages = _Pages()
+
+
+def _requests(data: Bytes, form: ChunkFormat) -> tuple[int, memoryview, list[tuple[list[memoryview], int]]]:
+    """Bytes of the whole blocks of a payload, the page for what is behind them, and (views, offset) of all that moves
+    between memory and the file: one request where it can be, as a small second one waits behind large ones of others.
+    """
     whole = data.size - data.size % BLOCK_BYTES
-    return whole, whole + BLOCK_BYTES == form.file_bytes
+    if whole + BLOCK_BYTES == form.file_bytes:
+        return whole, _pages.last, [([data.data[:whole], _pages.last], 0)]
+    front = [data.data[:whole], *([_pages.tail] if whole < data.size else [])]
+    return whole, _pages.tail, [(front, 0), ([_pages.last], form.file_bytes - BLOCK_BYTES)]
 
 
 def _open_own(path: Path, flags: int, file_bytes: int) -> int:
-    """Open `path` for writing, making it where it is missing; a file with other hard links is replaced by a new one.
-
-    A longer file is cut to `file_bytes`: what would stay behind the checksum would make the chunk unreadable.
-    """
+    """Open `path` for writing, making it where it is missing; a file with other hard links is replaced by a new one,
+    and a longer one is cut to `file_bytes`."""
     flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags, 0o644)
     try:
         status = os.fstat(fd)
-        if status.st_nlink > 1:
-            os.close(fd)
-            fd = -1
-            os.unlink(path)
-            fd = os.open(path, flags | os.O_EXCL, 0o644)
-        elif status.st_size > file_bytes:
-            os.ftruncate(fd, file_bytes)
+        if status.st_nlink <= 1:
+            if status.st_size > file_bytes:
+                os.ftruncate(fd, file_bytes)
+            return fd
+        os.unlink(path)
     except BaseException:
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
         raise
-    return fd
+    os.close(fd)
+    return os.open(path, flags | os.O_EXCL, 0o644)
 
 
 def read_chunk(path: Path, out: Bytes, form: ChunkFormat, *, direct: bool, expected: int | None = None) -> None:
     """Read the first `out.size` bytes of chunk file `path` into `out` uint8 and check the checksum.
 
-    `out.size` is the part's payload, as it was written; `expected` is the CRC-32C that the manifest records, where
-    known. ChunkError on a missing, truncated, damaged or stale file (`out` then holds garbage), OSError on a failing
-    disk. Direct I/O falls back to the page cache where the file system or the address of `out` does not allow it.
+    `out.size` is the part's payload; `expected` is the CRC-32C that the manifest records, where known. ChunkError on a
+    missing, truncated, damaged or stale file (`out` then holds garbage), OSError on a failing disk. Direct I/O falls
+    back to the page cache where the file system or the address of `out` does not allow it.
     """
-    whole, joined = _cut(out, form)
+    whole, end, requests = _requests(out, form)
     with held(_open_chunk(path, form, direct=direct and _is_aligned(out))) as fd:
-        tail, last = _own_pages()
-        if joined:
-            _pread(fd, [out.data[:whole], last], 0)
-        else:
-            _pread(fd, [out.data[:whole], *([tail] if whole < out.size else [])], 0)
-            _pread(fd, [last], form.file_bytes - BLOCK_BYTES)
-        out.data[whole:] = (last if joined else tail)[: out.size - whole]
-    stored = _stored(last, out.size, form)
+        for views, offset in requests:
+            _pread(fd, views, offset)
+    out.data[whole:] = end[: out.size - whole]
+    stored = _stored(out.size, form)
     require_sum(checksum(out.data, form.stored_bytes - out.size), stored)
     require_expected(stored, expected)
 
 
 def check_chunk(path: Path, memory: Bytes, form: ChunkFormat, expected: int) -> None:
-    """Check every byte of chunk file `path`, its padding included, against its own and the `expected` checksum.
-
-    `memory` uint8 [file_bytes] takes the file; direct I/O where it starts at a 4 KiB address. ChunkError and OSError
-    as in read_chunk.
-    """
+    """Read chunk file `path` into `memory` uint8 [file_bytes], padding included, and check both checksums, directly
+    where `memory` starts at a 4 KiB address. ChunkError and OSError as in read_chunk."""
     with held(_open_chunk(path, form, direct=_is_aligned(memory))) as fd:
         _pread(fd, [memory.data], 0)
     stored = int.from_bytes(memory[form.stored_bytes :].tobytes(), "little")
@@ -155,17 +151,16 @@ def check_chunk(path: Path, memory: Bytes, form: ChunkFormat, expected: int) -> 
 def stored_checksum(path: Path, form: ChunkFormat, payload_bytes: int) -> int:
     """The CRC-32C at the end of chunk file `path`, for readers that move the payload by other means.
 
-    ChunkError on a missing or truncated file, and on padding in its last block that is not zero; OSError on a failing
-    disk.
+    ChunkError on a missing or truncated file, or where the last block's padding is not zero; OSError on a failing disk.
     """
     with held(_open_chunk(path, form, direct=True)) as fd:
-        _, last = _own_pages()
-        _pread(fd, [last], form.file_bytes - BLOCK_BYTES)
-    return _stored(last, payload_bytes, form)
+        _pread(fd, [_pages.last], form.file_bytes - BLOCK_BYTES)
+    return _stored(payload_bytes, form)
 
 
-def _stored(block: memoryview, payload_bytes: int, form: ChunkFormat) -> int:
-    """The checksum in a chunk file's last `block`. ChunkError where its padding is not zero."""
+def _stored(payload_bytes: int, form: ChunkFormat) -> int:
+    """The checksum in the last block, which this thread has just read. ChunkError where its padding is not zero."""
+    block = _pages.last
     if bytes(block[max(payload_bytes - form.file_bytes, -BLOCK_BYTES) : -_CRC_BYTES]).strip(b"\0"):
         raise ChunkError("checksum mismatch: the padding after the payload is not zero")
     return int.from_bytes(block[-_CRC_BYTES:], "little")
@@ -202,18 +197,6 @@ def _open_chunk(path: Path, form: ChunkFormat, *, direct: bool) -> int:
         os.close(fd)
         raise ChunkError(f"the file has {size:,} bytes instead of {form.file_bytes:,}")
     return fd
-
-
-_local = threading.local()
-
-
-def _own_pages() -> tuple[memoryview, memoryview]:
-    """This thread's pages for what direct I/O cannot move from or to where it is: ends of payloads and of files."""
-    if not hasattr(_local, "pages"):
-        pages = memoryview(mmap.mmap(-1, 2 * BLOCK_BYTES))
-        _local.pages = pages[:BLOCK_BYTES], pages[BLOCK_BYTES:]
-    pages_here: tuple[memoryview, memoryview] = _local.pages
-    return pages_here
 
 
 def _is_aligned(data: Bytes) -> bool:

@@ -31,13 +31,12 @@ FREE_MARGIN = 1.05
 """Free disk that is required, times what is needed: file systems use some space themselves."""
 READ_THREADS = 8
 WRITE_THREADS = 8
-"""Chunk files in flight in each direction on each drive. Each call is a blocking read or write of a whole chunk file,
-which the kernel splits into a deep queue. A thread that computes a checksum has no request in flight, so that four are
-too few where other work holds the cores (docs/decisions/nvme-io.md)."""
+"""Chunk files in flight in each direction on each drive. The kernel splits each call into a deep queue, but a thread
+that computes a checksum has no request in flight: four are too few on busy cores (docs/decisions/nvme-io.md)."""
 
 OnThreadStart = Callable[[], None]
-"""What a thread that moves chunk files calls before its first one, to bind itself to cores of its own: it would have
-those of whichever thread submitted first. It must not raise, as its pool would then do no work at all."""
+"""What a thread that moves chunk files calls before its first one, to bind itself to cores of its own. It must not
+raise, as its pool would then do no work at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,7 @@ class Identity:
     checkpoint: str | None
     """Name of the checkpoint where the folder is one on the drive, and not the drive's own."""
     inode: int
-    """Of folder `root`, which a renamed folder keeps and a copy of it does not have, unless it is one of the whole file
-    system."""
+    """Of folder `root`: a renamed folder keeps it, and a copy has it only where the whole file system was copied."""
     filesystem: str
     """Of folder `root` (filesystem.filesystem_id); "" where it is not known."""
 
@@ -64,10 +62,29 @@ class Identity:
         root = root.resolve()
         return Identity(store, drive, str(root), checkpoint, root.stat().st_ino, filesystem_id(root))
 
+    @staticmethod
+    def read(folder: Path) -> Identity | None:
+        """What `folder` says that it is; None where it says nothing or is not there. UserError when unreadable."""
+        path = folder / IDENTITY_NAME
+        try:
+            return typed(parse_object(read_regular(path, most_bytes=1 << 20)), Identity)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path}: not a readable drive identity ({type(error).__name__}: {error}); restore it from a copy, or "
+                "choose an empty folder"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        """Write drive.json durably where it does not say this already."""
+        if Identity.read(folder) != self:
+            atomic_write(folder / IDENTITY_NAME, json.dumps(asdict(self), indent=1) + "\n")
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that went to and from one drive since the store was opened, padding and checksums included."""
+    """Bytes that went to and from a drive since the store was opened, padding and checksums included."""
 
     bytes_read: int = 0
     bytes_written: int = 0
@@ -86,16 +103,12 @@ class Drive:
         self.readers = _threads(READ_THREADS, "nvme-read", folder, on_thread_start)
         self.writers = _threads(WRITE_THREADS, "nvme-write", folder, on_thread_start)
         self._lock = threading.Lock()
-        self._traffic = Traffic()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._traffic
+        self.traffic = Traffic()
 
     def count(self, *, read: int = 0, written: int = 0) -> None:
         with self._lock:
-            old = self._traffic
-            self._traffic = Traffic(old.bytes_read + read, old.bytes_written + written)
+            old = self.traffic
+            self.traffic = Traffic(old.bytes_read + read, old.bytes_written + written)
 
     def close(self) -> None:
         self.readers.shutdown()
@@ -115,7 +128,7 @@ def _threads(count: int, name: str, folder: Path, on_thread_start: OnThreadStart
 
 
 class Locks:
-    """Folders held for this process, each once."""
+    """Folders held for this process, each once, until `release` or the end of a block."""
 
     _here: ClassVar[set[Path]] = set()
 
@@ -129,12 +142,19 @@ class Locks:
     def take(self, folder: Path) -> None:
         """Hold existing `folder`; UserError when another process has it, or it is held under another path (a mount)."""
         folder = folder.resolve()
-        if folder not in self._held:
-            for other in self._held:
-                if os.path.samefile(folder, other):
-                    raise UserError(f"storage.nvme: {folder} and {other} are the same folder; name each drive once")
-            self._held[folder] = lock_folder(folder)
-            self._here.add(folder)
+        if folder in self._held:
+            return
+        for other in self._held:
+            if os.path.samefile(folder, other):
+                raise UserError(f"storage.nvme: {folder} and {other} are the same folder; name each drive once")
+        self._held[folder] = lock_folder(folder)
+        self._here.add(folder)
+
+    def __enter__(self) -> Locks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def release(self) -> None:
         while self._held:
@@ -156,31 +176,10 @@ def distinct(folders: Iterable[Path]) -> list[Path]:
     return list(result.values())
 
 
-def read_identity(folder: Path) -> Identity | None:
-    """What `folder` says that it is; None where it says nothing or is not there. UserError when it is unreadable."""
-    path = folder / IDENTITY_NAME
-    try:
-        return typed(parse_object(read_regular(path, most_bytes=1 << 20)), Identity)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: not a readable drive identity ({type(error).__name__}: {error}); restore it from a copy, or "
-            "choose an empty folder"
-        ) from error
-
-
-def write_identity(folder: Path, identity: Identity) -> None:
-    """Write drive.json durably where it does not say this already."""
-    if read_identity(folder) != identity:
-        atomic_write(folder / IDENTITY_NAME, json.dumps(asdict(identity), indent=1) + "\n")
-
-
 def locate(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, Path]:
     """Where the drives of a manifest in `root` are now: found by identity in `given`, else where they were.
 
-    UserError when two given folders claim to be one drive, and when a drive that holds state of the generation is
-    nowhere; others may be missing.
+    UserError when two given folders claim to be one drive, or one that holds state of the generation is missing.
     """
     result = present(current, root, given)
     require_present(current, root, result)
@@ -193,28 +192,30 @@ def present(current: Manifest, root: Path, given: Sequence[Path]) -> dict[str, P
     for folder in given:
         candidates = [folder] if current.checkpoint is None else [folder, folder / CHECKPOINTS / current.checkpoint]
         for candidate in candidates:
-            identity = read_identity(candidate)
-            if identity is None or not identity.drive:
-                continue
-            if (identity.store, identity.checkpoint) != (current.store, current.checkpoint):
-                continue
-            if identity.drive in result:
+            id = _drive_of(candidate, current)
+            if id in result:
                 raise UserError(
-                    f"storage.nvme: {candidate} and {result[identity.drive]} are copies of the same drive; name only "
-                    "one"
+                    f"storage.nvme: {candidate} and {result[id]} are copies of the same drive; name only one"
                 )
-            result[identity.drive] = candidate
+            if id is not None:
+                result[id] = candidate
     for record in current.drives:
         path = root / record.path  # a recorded absolute path stays what it is
-        identity = read_identity(path) if record.id not in result else None
-        expected = (current.store, record.id, current.checkpoint)
-        if identity is not None and (identity.store, identity.drive, identity.checkpoint) == expected:
+        if record.id not in result and _drive_of(path, current) == record.id:
             result[record.id] = Path(os.path.normpath(path))
     return result
 
 
+def _drive_of(folder: Path, current: Manifest) -> str | None:
+    """Which drive of the manifest's store or checkpoint `folder` says that it is; None for none. UserError."""
+    identity = Identity.read(folder)
+    if identity is None or (identity.store, identity.checkpoint) != (current.store, current.checkpoint):
+        return None
+    return identity.drive or None
+
+
 def require_present(current: Manifest, root: Path, result: Container[str]) -> None:
-    """UserError unless every drive that holds state of the generation is `result`."""
+    """UserError unless every drive that holds state of the generation is in `result`."""
     needed = {drive for stored in current.arrays.values() for drive in stored.drives}
     for record in current.drives:
         path = root / record.path
@@ -225,13 +226,6 @@ def require_present(current: Manifest, root: Path, result: Container[str]) -> No
                 f"{os.path.normpath(path)}: this drive holds part of {what} (listed in {root / 'manifest.json'}), and "
                 f"{state}: is it mounted? If it has moved, set storage.nvme to its new path"
             )
-
-
-def record(drive_id: str, folder: Path, base: Path, root: Path, *, active: bool) -> DriveRecord:
-    """The manifest's record of a drive: its path relative to `root`, the manifest's folder, where it is in `base`."""
-    folder, base = folder.resolve(), base.resolve()
-    inside = folder == base or base in folder.parents
-    return DriveRecord(drive_id, os.path.relpath(folder, root.resolve()) if inside else str(folder), active)
 
 
 class DriveSet:
@@ -271,11 +265,9 @@ class DriveSet:
         groups: dict[int, list[str]] = defaultdict(list)
         for folder in self.folders:
             groups[folder.stat().st_dev].append(str(folder))
-        doubts = [warning for folder in self.folders for warning in check_folder(folder)]
-        return doubts + [
-            f"storage.nvme: {', '.join(group)} are on one device, so striping over them is no faster"
-            for group in groups.values()
-            if len(group) > 1
+        shared = [", ".join(group) for group in groups.values() if len(group) > 1]
+        return [warning for folder in self.folders for warning in check_folder(folder)] + [
+            f"storage.nvme: {group} are on one device, so striping over them is no faster" for group in shared
         ]
 
     def traffic(self) -> dict[Path, Traffic]:
@@ -285,20 +277,17 @@ class DriveSet:
     def identify(self) -> None:
         """Write the identity of every drive, all of them this store's own, durably. UserError when a drive fails."""
         for drive in self:
-            write_identity(drive.folder, Identity.of(self.store, drive.id, self.root))
+            Identity.of(self.store, drive.id, self.root).write(drive.folder)
         if self.root.resolve() not in {drive.folder.resolve() for drive in self}:
-            write_identity(self.root, Identity.of(self.store, "", self.root))
+            Identity.of(self.store, "", self.root).write(self.root)
         for folder in {self.root, *self.folders}:
             with reporting(folder, "syncing"):
                 fsync_ancestors(folder)
 
     def records(self) -> tuple[DriveRecord, ...]:
         """The manifest's records: active drives in striping order, then the others."""
-        others = [drive for drive in self if drive not in self.active]
-        return tuple(
-            record(drive.id, drive.folder, self.root, self.root, active=drive in self.active)
-            for drive in (*self.active, *others)
-        )
+        ordered = dict.fromkeys([*self.active, *self])
+        return tuple(DriveRecord.of(d.id, d.folder, self.root, self.root, active=d in self.active) for d in ordered)
 
     def retire(self, used: Container[Drive]) -> list[Path]:
         """Give up the inactive drives that are not `used`; returns their folders."""
@@ -318,10 +307,7 @@ class DriveSet:
                 future.result()
 
     def disk_bytes(self, without: Container[Path] = ()) -> int:
-        """Bytes of disk that all folders and the manifest's take, but for files in the folders `without`.
-
-        Files that share their data by links count once.
-        """
+        """Bytes of disk of all folders and the manifest's, as `disk.disk_bytes` counts them."""
         return disk_bytes({self.root, *(drive.folder for drive in tuple(self))}, without)
 
 

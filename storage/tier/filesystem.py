@@ -1,12 +1,21 @@
-"""What is under a folder: its file system, its drives, and what a user should know before storing state there."""
+"""What is under a folder: its file system, its drives, what a user should know before storing state there, and how
+worn and how warm the drives are, as smartctl or nvme-cli say where they are installed and may be used (they usually
+need root), and the kernel's sensors. Without a tool or a sound answer within a few seconds a figure is absent.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import shutil
+import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from penstock.storage.files.disk import held
 from penstock.storage.tier.chunk import supports_direct
@@ -24,10 +33,21 @@ _NETWORK = re.compile(
 )
 _LOCAL_FUSE = {"fuseblk", "fuse.ext2", "fuse.ntfs", "fuse.ntfs-3g", "fuse.exfat", "fuse.fuse-overlayfs"}
 _LAYERED = {"overlay", "aufs", "fuse.fuse-overlayfs"}
+_TIMEOUT_S = 5.0
+_EXTRA_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
+"""Where the tools are on systems that leave these folders out of a user's PATH."""
+_FIGURES = (
+    ("nvme_smart_health_information_log", "percentage_used"),  # smartctl, of an NVMe drive
+    ("endurance_used", "current_percent"),  # smartctl 7.3 and newer, of any other
+    ("percent_used",),  # nvme-cli
+    ("percentage_used",),
+)
+"""Where an answer has the percentage."""
+_SENSORS = ("hwmon*", "hwmon/hwmon*", "nvme*/hwmon*", "nvme*/hwmon/hwmon*")
+"""Where a drive's sensors are below its device: by kernel, and by whether it is reached over several paths."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(NamedTuple):
     """One line of /proc/self/mountinfo."""
 
     point: Path
@@ -54,8 +74,17 @@ class Device:
 
 
 def mount_of(folder: Path) -> Mount:
-    """The mount that `folder` (or its nearest existing parent) is on."""
-    return _find_mount(existing(folder), _MOUNTINFO.read_text(errors="surrogateescape"))
+    """The mount that `folder` (or its nearest existing parent) is on: the one with the longest path that holds it; of
+    several on one path the last, which hides the others."""
+    folder = existing(folder)
+    best = Mount(Path("/"), "unknown", "unknown")
+    for line in _MOUNTINFO.read_text(errors="surrogateescape").splitlines():
+        fields, _, tail = line.partition(" - ")
+        point = Path(_unescape(fields.split()[4]))
+        if folder.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
+            filesystem, source = tail.split()[:2]
+            best = Mount(point, filesystem, _unescape(source))
+    return best
 
 
 def filesystem_id(folder: Path) -> str:
@@ -63,18 +92,15 @@ def filesystem_id(folder: Path) -> str:
 
     Its UUID, else `f_fsid` of statvfs. Neither changes with the mount point; `f_fsid` may with the device.
     """
-    try:
+    with contextlib.suppress(OSError):  # older kernels, file systems that have none, a folder that may not be read
         with held(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             result = ioctl(fd, _GET_UUID, bytes(17))
         if any(uuid := result[1 : 1 + result[0]]):
             return uuid.hex()
-    except OSError:  # older kernels, file systems that have none, a folder that may not be read
-        pass
-    try:
-        number = os.statvfs(folder).f_fsid
-    except OSError:
-        return ""
-    return f"{number:x}" if number else ""
+    with contextlib.suppress(OSError):
+        if number := os.statvfs(folder).f_fsid:
+            return f"{number:x}"
+    return ""
 
 
 def check_folder(folder: Path) -> list[str]:
@@ -82,35 +108,25 @@ def check_folder(folder: Path) -> list[str]:
 
     A missing folder is judged by its nearest existing parent. Writes and removes a probe file where it may.
     """
-    mount = mount_of(folder)
-    kind = mount.filesystem
+    kind = mount_of(folder).filesystem
     if kind in MEMORY:
         return [
             f"{folder}: {kind} is kept in memory: files here take RAM on top of budgets.ram and are lost at reboot; "
             "choose a folder on a drive"
         ]
-    warnings = []
-    if _NETWORK.fullmatch(kind) or (kind.startswith("fuse") and kind not in _LOCAL_FUSE):
-        warnings.append(
-            f"{folder}: {kind} is a network file system: locks and durability depend on the server, and speed on the "
-            "network; a local drive is safer and faster"
-        )
-    if kind in _LAYERED:
-        warnings.append(
-            f"{folder}: {kind} is a container's writable layer: it is lost with the container and slower than the "
-            "drive beneath it; mount a host folder and use that"
-        )
-    if not supports_direct(existing(folder)):
-        warnings.append(
-            f"{folder}: {kind} here does not support direct I/O: reads and writes go through the page cache, which is "
-            "slower and takes memory that budgets.ram does not count"
-        )
     device = device_of(folder)
-    if device.rotational:
-        warnings.append(
-            f"{folder}: on a hard disk ({device.model or device.name}), which reaches a few percent of an SSD's speed"
-        )
-    return warnings
+    disk = device.model or device.name
+    is_network = _NETWORK.fullmatch(kind) or (kind.startswith("fuse") and kind not in _LOCAL_FUSE)
+    doubts = {
+        f"{kind} is a network file system: locks and durability depend on the server, and speed on the network; a "
+        "local drive is safer and faster": is_network,
+        f"{kind} is a container's writable layer: it is lost with the container and slower than the drive beneath it; "
+        "mount a host folder and use that": kind in _LAYERED,
+        f"{kind} here does not support direct I/O: reads and writes go through the page cache, which is slower and "
+        "takes memory that budgets.ram does not count": not supports_direct(existing(folder)),
+        f"on a hard disk ({disk}), which reaches a few percent of an SSD's speed": device.rotational,
+    }
+    return [f"{folder}: {doubt}" for doubt, holds in doubts.items() if holds]
 
 
 def device_of(folder: Path) -> Device:
@@ -119,10 +135,8 @@ def device_of(folder: Path) -> Device:
     mount = mount_of(location)
     block = _block_folder(os.stat(location).st_dev)
     if block is None and mount.source.startswith(f"{_DEV}/"):  # btrfs: files have a device number of their own
-        try:
+        with contextlib.suppress(OSError):
             block = _block_folder(os.stat(mount.source).st_rdev)
-        except OSError:
-            block = None
     if block is None:
         return Device(mount.source, (), mount.filesystem, None, None)
     disks = _disks(block)
@@ -143,18 +157,6 @@ def existing(folder: Path) -> Path:
     while not os.path.isdir(folder):  # False where a parent may not be looked into
         folder = folder.parent
     return folder
-
-
-def _find_mount(folder: Path, mountinfo: str) -> Mount:
-    """The mount with the longest path that holds `folder`; of several on one path the last, which hides the others."""
-    best = Mount(Path("/"), "unknown", "unknown")
-    for line in mountinfo.splitlines():
-        fields, _, tail = line.partition(" - ")
-        point = Path(_unescape(fields.split()[4]))
-        if folder.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
-            filesystem, source = tail.split()[:2]
-            best = Mount(point, filesystem, _unescape(source))
-    return best
 
 
 def _unescape(text: str) -> str:
@@ -191,3 +193,61 @@ def _read(path: Path) -> str | None:
         return path.read_text().strip() or None
     except OSError:
         return None
+
+
+def percentage_used(folder: Path) -> float | None:
+    """Of the life that its maker rates it for, the most worn drive's under `folder`; may exceed 100. None: unknown."""
+    result = [used for disk in device_of(folder).disks if (used := _used(disk)) is not None]
+    return max(result, default=None)
+
+
+def _used(disk: str) -> float | None:
+    path = f"/dev/{disk}"
+    commands = [["smartctl", "-j", "-a", path]]
+    if disk.startswith("nvme"):
+        commands.append(["nvme", "smart-log", path, "-o", "json"])
+    for command in commands:
+        answer = _run(command)
+        for keys in _FIGURES:
+            value: Any = answer
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value)
+    return None
+
+
+def _run(command: list[str]) -> Any:
+    """The JSON that `command` prints, whatever its exit code (smartctl's tells the drive's health); None for none."""
+    tool = shutil.which(command[0], path=f"{os.environ.get('PATH', os.defpath)}:{_EXTRA_PATH}")
+    if tool is None:
+        return None
+    try:
+        process = subprocess.Popen(
+            [tool, *command[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        try:
+            output, _ = process.communicate(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # and not waited for: a drive that does not answer holds it in the kernel
+            return None
+        return json.loads(output)
+    except (OSError, ValueError):
+        return None
+
+
+def disk_temperature(disks: Iterable[str], sys: Path = Path("/sys")) -> float | None:
+    """Degrees Celsius of the warmest of `disks`, named as the kernel does (nvme0n1), by the first sensor of each: an
+    NVMe drive's composite temperature."""
+    result = [celsius for disk in disks if (celsius := _temperature(sys / "block" / disk / "device")) is not None]
+    return max(result, default=None)
+
+
+def _temperature(device: Path) -> float | None:
+    for place in _SENSORS:
+        for sensor in sorted(device.glob(f"{place}/temp1_input")):
+            try:
+                return int(sensor.read_text()) / 1000  # the file counts in thousandths
+            except (OSError, ValueError):
+                continue
+    return None

@@ -36,12 +36,8 @@ def align_up(numel: int) -> int:
 
 
 def part_numel_even(numel: int, part_numel: int) -> int:
-    """Elements of every part but the last when `numel` elements are cut into parts of at most `part_numel`.
-
-    The parts are made as equal as the alignment allows: a buffer slightly longer than one part becomes two halves and
-    not a whole part and a sliver, since on disk every part takes a file of the same size. `part_numel` is a multiple of
-    ALIGN_NUMEL.
-    """
+    """Elements of every part but the last when `numel` elements are cut into parts of at most `part_numel`, a multiple
+    of ALIGN_NUMEL: as equal as that allows, since on disk every part takes a file of the same size."""
     assert numel > 0, numel
     assert part_numel > 0, part_numel
     assert part_numel % ALIGN_NUMEL == 0, part_numel
@@ -81,18 +77,15 @@ class FlatLayout:
         behind a parameter goes with it."""
         bounds = [*(self.offsets[param.name] for param in self.params), self.numel]
         pieces = zip(self.params, itertools.pairwise(bounds), strict=True)
-        runs = [
-            (decays, list(result)) for decays, result in itertools.groupby(pieces, key=lambda piece: piece[0].decay)
-        ]
-        return tuple((result[0][1][0], result[-1][1][1], decays) for decays, result in runs)
+        runs = [(decays, list(run)) for decays, run in itertools.groupby(pieces, key=lambda piece: piece[0].decay)]
+        return tuple((run[0][1][0], run[-1][1][1], decays) for decays, run in runs)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """(first element, end) of what belongs to no parameter."""
         starts = [self.offsets[param.name] for param in self.params]
-        ends = [start + param.numel for start, param in zip(starts, self.params, strict=True)]
-        result = zip([0, *ends], [*starts, self.numel], strict=True)
-        return [(start, end) for start, end in result if start < end]
+        ends = [self.offsets[param.name] + param.numel for param in self.params]
+        return [gap for gap in zip([0, *ends], [*starts, self.numel], strict=True) if gap[0] < gap[1]]
 
     @staticmethod
     def build(params: Sequence[ParamSpec]) -> FlatLayout:
@@ -106,9 +99,6 @@ class FlatLayout:
             numel = align_up(numel + param.numel)
         assert numel > 0, "a flat buffer needs at least one element"
         return FlatLayout(ordered, offsets, numel)
-
-    def offset(self, name: str) -> int:
-        return self.offsets[name]
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of `flat` [numel] with the parameters' names and shapes; no copy."""

@@ -1,7 +1,7 @@
-"""The manifest: the one small file that says which chunk files make up the committed generation.
+"""The manifest: the one small JSON file that says which chunk files make up the committed generation.
 
-Its content is JSON. `crc32c` at its end is the checksum of everything else, so that a flipped digit is found, and
-every chunk's checksum is recorded, so that a whole chunk file of another generation is found.
+`crc32c` at its end is the checksum of everything else; every chunk's checksum is recorded, so that a whole chunk file
+of another generation is found.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta, Struct, to_builtins
 
-from penstock.storage.files.crc import checksum
-from penstock.storage.files.disk import prepare_file, write_file
+from penstock.storage.files.disk import prepare_file, publish, temporary_name, write_file
 from penstock.storage.files.errors import UserError
+from penstock.storage.files.sealed import hex_crc
 from penstock.storage.files.untrusted import MOST_WHOLE, Count, is_whole, parse_object, read_regular, typed
 from penstock.storage.tier.chunk import ChunkFormat
 from penstock.storage.tier.layout import ALIGN_NUMEL, part_numel_even, part_ranges, stripe
@@ -67,6 +67,11 @@ class ArraySpec(Struct, frozen=True, omit_defaults=True):
         """The parts as (start, stop) in elements."""
         return part_ranges(self.numel, self.part_numel)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of its chunk files, on all drives."""
+        return len(self.parts()) * self.form.file_bytes
+
 
 class Stored(Struct, frozen=True):
     """Where the committed state of one array is."""
@@ -87,6 +92,13 @@ class DriveRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """Where it was; relative to the manifest's folder where it is inside the store's."""
     active: bool
     """Whether new state is written to it; the others hold state from before the run changed drives."""
+
+    @staticmethod
+    def of(id: str, folder: Path, base: Path, root: Path, *, active: bool = True) -> DriveRecord:
+        """The record of a drive in the manifest in `root`: its path is relative where it is in `base`."""
+        folder, base = folder.resolve(), base.resolve()
+        path = os.path.relpath(folder, root.resolve()) if folder.is_relative_to(base) else str(folder)
+        return DriveRecord(id, path, active)
 
 
 class _File(Struct):
@@ -139,19 +151,18 @@ class Manifest:
                 drive = folders[stored.drives[stripe(number, part, len(stored.drives))]]
                 yield StoredChunk(spec, drive / below / f"c.{part}.0", file_bytes, crc)
 
-    def prepare(self, root: Path) -> Path:
-        """Write and sync the file that `disk.publish` makes root/manifest.json; OSError leaves the old one alone."""
-        return prepare_file(root / FILE_NAME, self.encode())
+    def write(self, root: Path) -> None:
+        """Make it root/manifest.json, durably. OSError."""
+        publish(prepare_file(root / FILE_NAME, self.encode()), root / FILE_NAME)
 
     def back_up(self, folders: Iterable[Path]) -> None:
-        """Leave copies: in the manifest's folder, for the day on which somebody damages it; on the drives, so that they
-        know their newest generation. Neither synced nor an error where it fails."""
+        """Leave copies, not synced, where that does not fail: beside the manifest, in case somebody damages it, and on
+        drives, which so know their newest generation."""
         content = self.encode()
         for folder in folders:
             with contextlib.suppress(OSError):
-                temporary = folder / f".{BACKUP_NAME}.{os.getpid()}.tmp"
-                write_file(temporary, content)
-                os.replace(temporary, folder / BACKUP_NAME)
+                write_file(temporary_name(folder / BACKUP_NAME), content)
+                os.replace(temporary_name(folder / BACKUP_NAME), folder / BACKUP_NAME)
 
     def encode(self) -> bytes:
         content = {
@@ -171,23 +182,26 @@ class Manifest:
         """Read root/manifest.json; UserError naming the file when it is missing, damaged, old or of another version."""
         path = root / FILE_NAME
         backup = read_backup(root)
+        hint = "restore it from a copy, or start a new run"
+        if backup is not None:
+            hint = f"{root / BACKUP_NAME} holds generation {backup.generation}: copy it to {FILE_NAME} and resume"
         try:
             manifest = decode(read_regular(path))
         except FileNotFoundError as error:
-            if backup is None:
-                raise UserError(
-                    f"{path}: no such file: no generation was committed here, or the drive is not mounted; mount it, "
-                    "or start a new run"
-                ) from error
-            raise UserError(f"{path}: the file is missing; {_hint(root, backup)}") from error
+            if backup is not None:
+                raise UserError(f"{path}: the file is missing; {hint}") from error
+            raise UserError(
+                f"{path}: no such file: no generation was committed here, or the drive is not mounted; mount it, or "
+                "start a new run"
+            ) from error
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); {_hint(root, backup)}") from error
+            raise UserError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
         except ValueError as error:
-            raise UserError(f"{path}: not a readable manifest ({error}); {_hint(root, backup)}") from error
+            raise UserError(f"{path}: not a readable manifest ({error}); {hint}") from error
         if backup is not None and backup.store == manifest.store and backup.generation > manifest.generation:
             raise UserError(
                 f"{path}: holds generation {manifest.generation}, but generation {backup.generation} was committed: "
-                f"the file was replaced by an older manifest; {_hint(root, backup)}"
+                f"the file was replaced by an older manifest; {hint}"
             )
         return manifest
 
@@ -216,25 +230,21 @@ def decode(data: bytes) -> Manifest:
     # The checksum finds accidents; whoever writes a manifest can write that as well.
     file = typed(content, _File)
     known = {drive.id for drive in file.drives}
-    _require(len(known) == len(file.drives), "a drive is listed twice")
+    if len(known) < len(file.drives):
+        raise ValueError("a drive is listed twice")
     arrays = {typed(item, ArraySpec): typed(item, Stored) for item in file.arrays}
-    _require(len(arrays) == len(file.arrays), "an array is listed twice")
+    if len(arrays) < len(file.arrays):
+        raise ValueError("an array is listed twice")
     for spec, stored in arrays.items():
         parts = -(-spec.numel // part_numel_even(spec.numel, spec.part_numel))
-        sound = known.issuperset(stored.drives) and len(stored.crcs) == parts
-        what = "is on an unknown drive, or does not have one checksum per part"
-        _require(sound, f"array {spec.buffer}/{spec.kind} {what}")
+        if not known.issuperset(stored.drives) or len(stored.crcs) != parts:
+            what = "is on an unknown drive, or does not have one checksum per part"
+            raise ValueError(f"array {spec.buffer}/{spec.kind} {what}")
     return Manifest(file.store, file.generation, arrays, file.drives, file.meta, file.checkpoint)
 
 
-def _require(ok: bool, what: str) -> None:
-    if not ok:
-        raise ValueError(what)
-
-
 def _own_checksum(content: dict[str, Any]) -> str:
-    text = json.dumps(content, separators=(",", ":"))
-    return f"{checksum(memoryview(text.encode())):08x}"
+    return hex_crc(json.dumps(content, separators=(",", ":")).encode())
 
 
 def read_backup(root: Path) -> Manifest | None:
@@ -243,9 +253,3 @@ def read_backup(root: Path) -> Manifest | None:
         return decode(read_regular(root / BACKUP_NAME))
     except (OSError, ValueError):
         return None
-
-
-def _hint(root: Path, backup: Manifest | None) -> str:
-    if backup is None:
-        return "restore it from a copy, or start a new run"
-    return f"{root / BACKUP_NAME} holds generation {backup.generation}: copy it to {FILE_NAME} and resume"

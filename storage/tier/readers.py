@@ -7,16 +7,14 @@ reads the same files as the zarr3 chunks that they are, wherever it runs.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -64,20 +62,30 @@ class Readers:
     ) -> Readers:
         """These readers, or without the device's where it cannot read into `out` here: `warning` then says why.
 
-        `out` is memory that the run itself will read into, uint8 [bytes of a part], from the allocator that it uses:
-        what can be read into depends on how memory was allocated. Its content is lost. A file of that size is written
-        to each of `folders`, or to the nearest folder above it, and read back; no other device memory is taken. The
-        reads come from a thread that calls `on_thread_start` first: whatever threads the reader keeps are begun there
-        and inherit its cores. Nothing is read where the device's memory is read as the host's is.
+        `out` is memory that the run itself will read into, uint8 [bytes of a part], as what can be read into depends on
+        its allocator; its content is lost. A file of that size is written to each of `folders`, or the nearest folder
+        above it, and read back by a thread that calls `on_thread_start` first: threads that the reader keeps are begun
+        there and inherit its cores.
         """
         reader = self.device
         if reader is None or reader is self.host:
             return self
+        form = chunk.ChunkFormat(out.numel())
+        data = torch.arange(-(-out.numel() // 4), dtype=torch.int32).view(torch.uint8)[: out.numel()]  # nothing repeats
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="nvme-probe", initializer=on_thread_start) as thread:
                 for folder in folders:
-                    location = existing(folder)
-                    _probe(lambda path, form: thread.submit(reader.read, path, out, form, None).result(), out, location)
+                    path = existing(folder) / f".probe-{os.getpid()}.tmp"
+                    try:
+                        chunk.write_chunk(path, data.numpy(), form, direct=False)
+                        out.zero_()
+                        if out.is_cuda:
+                            torch.cuda.synchronize(out.device)  # the zeros must not arrive after the data
+                        thread.submit(reader.read, path, out, form, None).result()
+                        if not torch.equal(out.cpu(), data):
+                            raise OSError(errno.EIO, "a test file was read back with different bytes", str(path))
+                    finally:
+                        path.unlink(missing_ok=True)
         except Exception as error:  # of a library or driver, out of room, no permission: each has its own type
             return _without_device(self.host, error)
         return self
@@ -115,34 +123,27 @@ class TensorstoreReader:
         stored = chunk.stored_checksum(path, form, out.numel())
         kvstore = {"driver": "file", "path": f"{path.parent}/"}
         spec = {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
-        with _tensorstore_errors():
+        try:
             array = self._ts.open(spec, open=True, read=True, context=self._context).result()
             target = out.numpy().view(array.dtype.numpy_dtype)
             if (array.chunk_layout.read_chunk.shape or ())[1:] != (form.stored_bytes // target.itemsize,):
                 raise chunk.ChunkError(f"{path.parent / 'zarr.json'} describes another array")
             self._ts.array(target).write(array[int(path.name.split(".")[1]), : target.size]).result()
+        except ValueError as error:  # its only type, whether the system refused or the data is damaged
+            text = _first_line(error).split(" [tensorstore_spec=")[0]
+            if code := re.search(r"os_error_code='(\d+)'", str(error)):
+                raise OSError(int(code[1]), text) from error
+            what = "checksum mismatch" if "Digest mismatch" in text else "damaged"
+            raise chunk.ChunkError(f"{what} ({text})") from error
         chunk.require_expected(stored, expected)  # the codec has compared the payload with `stored`
-
-
-@contextlib.contextmanager
-def _tensorstore_errors() -> Iterator[None]:
-    """What the operating system refused is an OSError, all else damage."""
-    try:
-        yield
-    except ValueError as error:  # its only type
-        text = _first_line(error).split(" [tensorstore_spec=")[0]
-        if code := re.search(r"os_error_code='(\d+)'", str(error)):
-            raise OSError(int(code[1]), text) from error
-        raise chunk.ChunkError(f"{'checksum mismatch' if 'Digest mismatch' in text else 'damaged'} ({text})") from error
 
 
 class KvikioReader:
     """kvikio's CuFile: from the drive into CUDA memory, by GPUDirect Storage where the machine has it.
 
     Elsewhere kvikio's compatibility mode reads into small pinned buffers of its own and copies from there. A read
-    returns when the data has arrived, on whatever stream; the caller sees to it that `out` is free.
-    What has arrived is copied back through a small pinned piece of host memory, where its checksum is computed: damage
-    on the drive, in the file or on the way is found by the read itself, as it is for memory of the host.
+    returns when the data has arrived, on whatever stream; the caller sees to it that `out` is free. The data is copied
+    back through a small pinned piece of host memory for its checksum, so that the read itself finds damage.
     """
 
     name = "kvikio"
@@ -157,7 +158,10 @@ class KvikioReader:
         """Raises whatever importing kvikio raises where it is missing or finds no CUDA."""
         # Only from the environment, and read once, when the library is loaded.
         os.environ.setdefault("KVIKIO_THREAD_POOL_PER_BLOCK_DEVICE", "1")
-        self._kvikio: ModuleType = _import_kvikio()
+        import kvikio
+        import kvikio.defaults
+
+        self._kvikio: Any = kvikio
         self._own = threading.local()
         self._kvikio.defaults.set(
             {
@@ -203,21 +207,17 @@ class KvikioReader:
 
 
 def find_readers(choice: str, device: torch.device) -> Readers:
-    """The readers for a run on `device`, as far as they can be known before it has memory there.
+    """The readers for a run on `device`, as far as they can be known before it has memory there: `Readers.confirm`.
 
-    `choice` is one of CHOICES. `auto` and `kvikio` read into CUDA memory with kvikio where it can be imported; where
-    not, reads pass through host memory and `warning` says why. Whether it can do what it promises, `Readers.confirm`
-    finds out; nothing is allocated before. Host memory (which is also what a CPU computes on) is read with `direct`.
-    UserError on an unknown choice.
+    `choice` is one of CHOICES (UserError). `auto` and `kvikio` read into CUDA memory with kvikio where it can be
+    imported; where not, reads pass through host memory and `warning` says why.
     """
     if choice not in CHOICES:
         raise UserError(f"storage.reader: {choice!r} is not one of {', '.join(CHOICES)}")
     host: Reader = TensorstoreReader() if choice == "tensorstore" else DirectReader()
     if device.type == "cpu":
-        warning = (
-            "storage.reader: kvikio reads into CUDA memory, but this run computes on the CPU; using direct instead"
-        )
-        return Readers(host, host, warning if choice == "kvikio" else None)
+        why = "storage.reader: kvikio reads into CUDA memory, but this run computes on the CPU; using direct instead"
+        return Readers(host, host, why if choice == "kvikio" else None)
     if choice not in ("auto", "kvikio"):
         return Readers(host, None)
     try:
@@ -232,47 +232,16 @@ def select_readers(choice: str, device: torch.device, folders: Sequence[Path]) -
     if result.device is None or result.device is result.host:
         return result
     try:
-        memory = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+        memory = torch.empty(1 << 20, dtype=torch.uint8, device=device)
     except Exception as error:  # no such device, no memory left
         return _without_device(result.host, error)
     return result.confirm(memory, folders)
 
 
 def _without_device(host: Reader, error: Exception) -> Readers:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
-    hint = "; install it with: pip install 'penstock[gpu]'" if isinstance(error, ImportError) else ""
-    return Readers(
-        host, None, f"kvikio is not used; reads to the GPU go through host memory ({host.name}): {reason}{hint}"
-    )
-
-
-def _import_kvikio() -> ModuleType:
-    import kvikio
-    import kvikio.defaults
-
-    module: ModuleType = kvikio
-    return module
-
-
-_PROBE_BYTES = 1 << 20
-
-
-def _probe(read: Callable[[Path, chunk.ChunkFormat], None], out: torch.Tensor, folder: Path) -> None:
-    """Write a chunk file to `folder`, have it read into `out` and compare; raises what goes wrong."""
-    size = out.numel()
-    data = torch.arange(-(-size // 4), dtype=torch.int32).view(torch.uint8)[:size]  # no piece is like another
-    form = chunk.ChunkFormat(size)
-    path = folder / f".probe-{os.getpid()}.tmp"
-    try:
-        chunk.write_chunk(path, data.numpy(), form, direct=False)
-        out.zero_()
-        if out.is_cuda:
-            torch.cuda.synchronize(out.device)  # the zeros must not arrive after the data
-        read(path, form)
-        if not torch.equal(out.cpu(), data):
-            raise OSError(errno.EIO, "a test file was read back with different bytes", str(path))
-    finally:
-        path.unlink(missing_ok=True)
+    why = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
+    why += "; install it with: pip install 'penstock[gpu]'" if isinstance(error, ImportError) else ""
+    return Readers(host, None, f"kvikio is not used; reads to the GPU go through host memory ({host.name}): {why}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,10 @@ import torch
 
 from penstock.storage.files.disk import disk_error
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.units import Report, bytes_text, no_report
+from penstock.storage.files.units import Report, bytes_text
 from penstock.storage.tier.arena import empty_aligned
 from penstock.storage.tier.chunk import ChunkError, ChunkFormat, check_chunk
-from penstock.storage.tier.drives import Drive
+from penstock.storage.tier.drives import READ_THREADS, Drive
 from penstock.storage.tier.readers import Reader
 
 _MOST_LISTED = 20
@@ -60,21 +60,18 @@ def _reported(file: ChunkFile, origin: str) -> Iterator[None]:
         raise disk_error(error, file.path, f"reading {file.payload_bytes:,} bytes of {origin}") from error
 
 
-def scrub(files: Iterable[ChunkFile], origin: str, threads: int, report: Report = no_report) -> int:
-    """Read the files, `threads` at a time on every drive and all drives at once; returns the bytes read.
+def scrub(files: Collection[ChunkFile], origin: str, report: Report) -> int:
+    """Read the files, READ_THREADS at a time on every drive and all drives at once; returns the bytes read.
 
-    Every byte of every file is checked, by direct I/O into memory of its own: `threads` chunks for each drive.
-    UserError naming every file that is not what was written, the first 20 of them.
+    Every byte of every file is checked, by direct I/O into memory of its own. UserError naming every file that is not
+    what was written, the first 20 of them.
     """
     work: dict[Drive, deque[ChunkFile]] = defaultdict(deque)
-    total = largest = 0
     for file in files:
         work[file.drive].append(file)
-        total += file.form.file_bytes
-        largest = max(largest, file.form.file_bytes)
+    total, largest = sum(file.form.file_bytes for file in files), max((f.form.file_bytes for f in files), default=0)
     damaged: list[str] = []
     count = itertools.count(1)
-    num_files = sum(map(len, work.values()))
 
     def run(queue: deque[ChunkFile]) -> None:
         memory = empty_aligned(largest, torch.uint8).numpy()
@@ -89,9 +86,9 @@ def scrub(files: Iterable[ChunkFile], origin: str, threads: int, report: Report 
                 file.drive.count(read=file.form.file_bytes)
             except UserError as error:
                 damaged.append(str(error))
-            report(next(count) / num_files, f"of {bytes_text(total)}")
+            report(next(count) / len(files), f"of {bytes_text(total)}")
 
-    futures = [drive.readers.submit(run, queue) for drive, queue in work.items() for _ in range(threads)]
+    futures = [drive.readers.submit(run, queue) for drive, queue in work.items() for _ in range(READ_THREADS)]
     for future in futures:
         future.result()
     if damaged:

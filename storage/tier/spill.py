@@ -13,17 +13,16 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.storage.files.disk import make_folder, reporting
 from penstock.storage.files.errors import UserError, ensure
+from penstock.storage.files.model_folder import is_plain_name
 from penstock.storage.tier.chunk import ChunkError, ChunkFormat, read_chunk, write_chunk
 from penstock.storage.tier.drives import SCRATCH, Drive, DriveSet
-
-if TYPE_CHECKING:
-    from penstock.storage.tier.chunk import Bytes
 
 _FOLDER = "spill"
 
@@ -53,9 +52,11 @@ class Spill:
         return {drive.folder / SCRATCH / _FOLDER for drive in tuple(self._drives)}
 
     def write(self, key: str, src: torch.Tensor) -> Future[None]:
-        """See NvmeStore.spill."""
-        ensure(key not in ("", ".", ".."), key)
-        ensure(not set(key) & {"/", "\0"}, key)
+        """Write `src`, uint8 [n] on the CPU, which must not change until the future is done; not synced.
+
+        Direct where it starts at a 4 KiB address. The future raises UserError when the disk is full or fails.
+        """
+        ensure(is_plain_name(key), key)
         data = _bytes(src)
         drive = self._drives.active[next(self._count) % len(self._drives.active)]
         entry = _Entry(drive, drive.folder / SCRATCH / _FOLDER / key, ChunkFormat(src.numel()))
@@ -74,7 +75,10 @@ class Spill:
         return drive.writers.submit(work)
 
     def read(self, key: str, out: torch.Tensor, *, keep: bool = False) -> Future[None]:
-        """See NvmeStore.unspill."""
+        """Read what was written as `key` into `out`, uint8 [n] on the CPU, and remove it from disk unless `keep`.
+
+        The future raises UserError when the file is damaged, missing or unreadable.
+        """
         data = _bytes(out)
         entry = self._entries[key] if keep else self._pop(key)
         ensure(entry.crc is not None, f"{key} is read before it is written")
@@ -94,6 +98,7 @@ class Spill:
         return entry.drive.readers.submit(work)
 
     def discard(self, key: str) -> Future[None]:
+        """Remove what was written as `key` without reading it."""
         entry = self._pop(key)
 
         def work() -> None:
@@ -109,9 +114,7 @@ class Spill:
         return entry
 
 
-def _bytes(tensor: torch.Tensor) -> Bytes:
-    ensure(tensor.dtype == torch.uint8, f"{tensor.dtype}")
-    ensure(tensor.dim() == 1, f"{tensor.shape}")
-    ensure(tensor.is_contiguous(), "needs a contiguous tensor")
-    ensure(tensor.device.type == "cpu", f"{tensor.device}")
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    is_plain = tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous()
+    ensure(is_plain and tensor.device.type == "cpu", f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}")
     return tensor.detach().numpy()

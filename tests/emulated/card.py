@@ -19,7 +19,7 @@ from penstock.engine.config import TrainConfig
 from penstock.engine.kernels import faster_kernel
 from penstock.engine.machine.architectures import peak_of
 from penstock.engine.machine.device import resolve_device
-from penstock.engine.machine.peaks import mfu
+from penstock.engine.machine.peaks import utilisation
 from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.train import train_step
 from penstock.storage.files.errors import UserError
@@ -104,7 +104,7 @@ def main(folder: Path, dtype: str) -> None:
         "steps": [steps(folder / "cuda", dtype, CUDA)],
         "experts wait": experts_wait(folder / "experts", dtype),
         "cpu": steps(folder / "cpu", "float32", torch.device("cpu")),
-        "mfu": mfu(1e12, 1.0, peak_of(torch.cuda.get_device_name())),
+        "mfu": utilisation(1e12, 1.0, peak_of(torch.cuda.get_device_name())),
         "targets": targets(folder / "triton"),
     }
     with emulator.packages():

@@ -14,7 +14,7 @@ def test_slots_are_pinned_and_copies_are_right(monkeypatch: pytest.MonkeyPatch) 
     larger = arena.slot("larger than a piece", 200 << 20)
     arena.pin()
     assert arena.pinned
-    assert len(arena.pieces) == 3
+    assert len(arena._registered) == 3
     assert slot.is_pinned()
     assert larger[-1:].is_pinned()
     slot.copy_(torch.arange(32 << 20, dtype=torch.int32).to(torch.uint8))

@@ -23,6 +23,12 @@ def content(spec: ArraySpec, step: int) -> torch.Tensor:
     return torch.rand(spec.numel, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, spec.dtype))
 
 
+def moved_bytes(store: NvmeStore) -> tuple[int, int]:
+    """Bytes (read, written) since the store was opened, on all drives."""
+    traffic = store.traffic().values()
+    return sum(each.bytes_read for each in traffic), sum(each.bytes_written for each in traffic)
+
+
 def write_all(store: NvmeStore, step: int) -> None:
     futures = [
         store.write(spec.buffer, spec.kind, part, content(spec, step)[start:stop])

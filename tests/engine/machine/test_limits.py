@@ -15,7 +15,7 @@ from some_ops import an_op
 from used_up import files_used_up
 
 from penstock.engine.machine import limits
-from penstock.engine.machine.affinity import Placement, gpu_node, parse_cpu_list, place_threads, placement
+from penstock.engine.machine.affinity import Placement, parse_cpu_list, place_threads, placement
 from penstock.engine.machine.budgets import free_budgets, split_shared
 from penstock.engine.machine.limits import DISK_RESERVE, GIB, RAM_RESERVE, free_memory, memory_groups, total_memory
 from penstock.engine.runtime.executor import Executor
@@ -228,7 +228,7 @@ def test_only_cpus_that_the_process_may_use(tmp_path: Path) -> None:
         assert len(found.lanes) == 2
     found = placement(GPU, cpus(range(16)), tmp_path)  # a machine that does not say
     assert found == Placement(None, cpus(range(4)), cpus(range(14, 16)), cpus(range(4, 14)), optimizer_threads=10)
-    assert gpu_node(GPU, sockets(tmp_path, {}, -1)) is None
+    assert placement(GPU, cpus(range(16)), sockets(tmp_path, {}, -1)).node is None
     assert placement(GPU, cpus(range(3)), tmp_path) is None, "too few to share out"
 
 

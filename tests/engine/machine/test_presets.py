@@ -27,7 +27,7 @@ from penstock.engine.attention.flash_attn import FlashAttention2, FlashAttention
 from penstock.engine.attention.select import BACKENDS
 from penstock.engine.machine import probe_drives as drives
 from penstock.engine.machine.architectures import ARCHITECTURES, Architecture, architecture, peak_of
-from penstock.engine.machine.peaks import hfu, mfu, peak_flops
+from penstock.engine.machine.peaks import peak_flops, utilisation
 from penstock.engine.machine.presets import GENERIC, PRESETS, find_machine, generic_gpu, profile_path, stored_machine
 from penstock.engine.machine.probe import planned_writes, probe
 from penstock.engine.machine.probe_compute import Sizes, attention_rates, matmul_flops, optimizer_params_per_s
@@ -165,9 +165,8 @@ def test_peaks_by_name_and_utilisation_by_hand() -> None:
     assert peak_of("NVIDIA H200") == 989.5e12
     assert peak_of("AMD Instinct MI300X") is None
     # 6 TFLOP in 2 s are 3 TFLOP/s, 30 % of 10; 8 TFLOP, recomputation included, are 40 %.
-    assert mfu(6e12, 2.0, 1e13) == pytest.approx(0.3)
-    assert hfu(8e12, 2.0, 1e13) == pytest.approx(0.4)
-    assert mfu(6e12, 2.0, None) is hfu(8e12, 2.0, None) is None
+    assert utilisation(6e12, 2.0, 1e13) == pytest.approx(0.3)
+    assert utilisation(8e12, 2.0, None) is None
 
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"

@@ -141,10 +141,10 @@ def test_runs_cover_a_range_and_join_what_is_alike() -> None:
     assert [factor for _, _, factor in whole] == [0.5, 0.0, 0.25, 1.0], "a.weight and b.weight are one run"
     assert [start for start, _, _ in whole] == [0, *(end for _, end, _ in whole[:-1])]
     assert whole[-1][1] == LAYOUT.numel
-    middle = UpdateRange(LAYOUT, ALIGN_NUMEL, LAYOUT.offset("c.weight") + ALIGN_NUMEL)
+    middle = UpdateRange(LAYOUT, ALIGN_NUMEL, LAYOUT.offsets["c.weight"] + ALIGN_NUMEL)
     assert list(runs(middle, FACTORS)) == [
-        (ALIGN_NUMEL, LAYOUT.offset("c.weight"), 0.5),
-        (LAYOUT.offset("c.weight"), middle.end, 0.0),
+        (ALIGN_NUMEL, LAYOUT.offsets["c.weight"], 0.5),
+        (LAYOUT.offsets["c.weight"], middle.end, 0.0),
     ]
 
 

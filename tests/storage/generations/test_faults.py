@@ -147,10 +147,10 @@ def test_a_drive_that_takes_nothing(store: NvmeStore, monkeypatch: pytest.Monkey
 
 def test_spilled_activations_fail(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     data, out = torch.ones(9000, dtype=torch.uint8), torch.zeros(9000, dtype=torch.uint8)
-    store.spill("l", data).result()
+    store.spilled.write("l", data).result()
     for code, call, word, move in (
-        (errno.ENOSPC, "pwritev", "spill/k: writing", lambda: store.spill("k", data)),
-        (errno.EIO, "preadv", "spill/l: reading", lambda: store.unspill("l", out)),
+        (errno.ENOSPC, "pwritev", "spill/k: writing", lambda: store.spilled.write("k", data)),
+        (errno.EIO, "preadv", "spill/l: reading", lambda: store.spilled.read("l", out)),
     ):
         with monkeypatch.context() as patch:
             failing(patch, [call], code)
@@ -212,7 +212,7 @@ def test_nothing_is_made_where_a_drive_was(store: NvmeStore, monkeypatch: pytest
                     store.restore("kept")
                 else:
                     for each in store.drives:
-                        store.spill(f"{number}-{each.name}", torch.zeros(5000, dtype=torch.uint8)).result()
+                        store.spilled.write(f"{number}-{each.name}", torch.zeros(5000, dtype=torch.uint8)).result()
         if len(calls) <= number:
             break
         assert not drive.exists(), calls[number]

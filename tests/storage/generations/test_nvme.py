@@ -18,7 +18,7 @@ import pytest
 import tensorstore as ts
 import torch
 from msgspec.structs import replace
-from nvme_state import SPECS, advance, assert_holds, assert_whole, content, make, read_all, write_all
+from nvme_state import SPECS, advance, assert_holds, assert_whole, content, make, moved_bytes, read_all, write_all
 from system_calls import refuse_direct
 
 from penstock.storage.files.errors import BudgetError, UserError
@@ -56,9 +56,9 @@ def test_generations_survive_reopening(store: NvmeStore, tmp_path: Path, monkeyp
         NvmeStore.create(tmp_path / "file", SPECS, budget_bytes=None)
     write_all(store, 1)
     files = 3 * 20480 + 3 * 12288 + 12288  # with padding and checksums
-    assert (store.bytes_written, store.bytes_read) == (files, 0)
+    assert moved_bytes(store) == (0, files)
     assert_holds(store, 1)
-    assert (store.bytes_written, store.bytes_read) == (files, files)
+    assert moved_bytes(store) == (files, files)
     assert store.traffic() == {store.root: Traffic(files, files)}
     assert files < store.disk_bytes() < 3 * files
     odd = {10: 1, 9: [float("inf"), 1e-320, 0.1, -0.0], "ü": ("a", None), "n": 2**70}
@@ -155,8 +155,8 @@ def test_without_direct_io(tmp_path_factory: pytest.TempPathFactory, monkeypatch
     advance(store, 1)
     store.read("layers.0", "master", 0, aligned.view(torch.float32)).result()
     assert torch.equal(aligned.view(torch.float32), content(MASTER, 1)[:4096])
-    store.spill("k", aligned).result()
-    store.unspill("k", aligned.zero_()).result()
+    store.spilled.write("k", aligned).result()
+    store.spilled.read("k", aligned.zero_()).result()
     assert torch.equal(aligned.view(torch.float32), content(MASTER, 1)[:4096])
     store.verify()
     store.checkpoint("one")
@@ -229,15 +229,15 @@ def test_wrong_tensors_are_our_bug(store: NvmeStore) -> None:
     with pytest.raises(AssertionError, match="written twice at once"):
         store.write("embed", "master", 0, torch.empty(1000))
     store._writing.clear()
-    store.spill("k", noise(10)).result()
+    store.spilled.write("k", noise(10)).result()
     with pytest.raises(AssertionError, match="spilled twice"):
-        store.spill("k", noise(10))
+        store.spilled.write("k", noise(10))
     with pytest.raises(AssertionError):
-        store.unspill("k", noise(11))
+        store.spilled.read("k", noise(11))
     with pytest.raises(KeyError):
-        store.unspill("nothing", noise(1))
+        store.spilled.read("nothing", noise(1))
     with pytest.raises(AssertionError):
-        store.spill("../k", noise(1))
+        store.spilled.write("../k", noise(1))
 
 
 UNCHECKED = """
@@ -309,7 +309,7 @@ def test_round_trip(striped: NvmeStore, direct: bool) -> None:
     moved = 0
     for size, write_aligned, read_aligned in itertools.product(UGLY, (False, True), (False, True)):
         data = noise(size, size, aligned=write_aligned)
-        striped.spill("x.layers.0.0", data).result()
+        striped.spilled.write("x.layers.0.0", data).result()
         (path,) = spilled(striped)
         assert path.name == "x.layers.0.0"
         raw = path.read_bytes()
@@ -317,29 +317,29 @@ def test_round_trip(striped: NvmeStore, direct: bool) -> None:
         assert raw[:size] == data.numpy().tobytes()
         assert not raw[size:-4].strip(b"\0")
         out = noise(size, aligned=read_aligned).zero_()
-        striped.unspill("x.layers.0.0", out).result()
+        striped.spilled.read("x.layers.0.0", out).result()
         assert torch.equal(out, data)
         assert not spilled(striped)
         moved += len(raw)
-        assert striped.bytes_read == striped.bytes_written == moved
+        assert moved_bytes(striped) == (moved, moved)
 
 
 def test_keys_go_to_the_drives_in_turn_and_come_back_in_any_order(striped: NvmeStore, monkeypatch: Any) -> None:
     """And nothing is synced, and neighbours are left alone: a slot ends in a page of its own, but a slice does not."""
     monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("synced"))
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda i: striped.spill(f"k{i}", noise(8192, i)).result(), range(20)))
+        list(threads.map(lambda i: striped.spilled.write(f"k{i}", noise(8192, i)).result(), range(20)))
     counts = [len(list(drive.glob("scratch/spill/*"))) for drive in striped.drives]
     assert counts == [10, 10]
     assert len({traffic.bytes_written for traffic in striped.traffic().values()}) == 1
     for i in reversed(range(20)):
         out = torch.empty(8192, dtype=torch.uint8)
-        striped.unspill(f"k{i}", out).result()
+        striped.spilled.read(f"k{i}", out).result()
         assert torch.equal(out, noise(8192, i))
     assert not spilled(striped)
-    striped.spill("k0", noise(5000)).result()  # a key is free again once it was read
+    striped.spilled.write("k0", noise(5000)).result()  # a key is free again once it was read
     slot = empty_aligned(1 << 14, torch.uint8).fill_(7)
-    striped.unspill("k0", slot[:5000]).result()
+    striped.spilled.read("k0", slot[:5000]).result()
     assert torch.equal(slot[:5000], noise(5000))
     assert (slot[5000:] == 7).all()
 
@@ -347,7 +347,7 @@ def test_keys_go_to_the_drives_in_turn_and_come_back_in_any_order(striped: NvmeS
 @pytest.mark.parametrize("damage", ["flip", "flip tail", "truncate", "empty", "remove"])
 def test_damage_is_found(striped: NvmeStore, damage: str) -> None:
     for aligned in (False, True):
-        striped.spill(f"kv.{aligned}", noise(9000)).result()
+        striped.spilled.write(f"kv.{aligned}", noise(9000)).result()
         path = next(path for path in spilled(striped) if path.name == f"kv.{aligned}")
         raw = bytearray(path.read_bytes())
         if damage.startswith("flip"):
@@ -359,13 +359,13 @@ def test_damage_is_found(striped: NvmeStore, damage: str) -> None:
             os.truncate(path, 0 if damage == "empty" else 4096)
         message = f"{path}: reading 9,000 bytes of activations.*{'checksum' if 'flip' in damage else 'the file'}"
         with pytest.raises(UserError, match=message):
-            striped.unspill(f"kv.{aligned}", noise(9000, aligned=aligned)).result()
+            striped.spilled.read(f"kv.{aligned}", noise(9000, aligned=aligned)).result()
 
 
 def test_swept_on_open_and_on_close(striped: NvmeStore) -> None:
     advance(striped, 1)
     for name in "abc":
-        striped.spill(name, noise(100)).result()
+        striped.spilled.write(name, noise(100)).result()
     saved = {path: path.read_bytes() for path in spilled(striped)}
     assert len(saved) == 3
     striped.close()

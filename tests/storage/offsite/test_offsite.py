@@ -21,8 +21,7 @@ from penstock.storage.generations.checkpoints import delete_checkpoint, read_che
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.offsite import mover
 from penstock.storage.offsite.fetch import fetch_files, fetch_state, find
-from penstock.storage.offsite.files import encode_files, read_files
-from penstock.storage.offsite.index import Claim, read_index, require_usable, write_tokens
+from penstock.storage.offsite.index import Claim, encode_files, read_files, read_index, require_usable, write_tokens
 from penstock.storage.offsite.link import Link, LocationChangedError, OffsiteError
 from penstock.storage.offsite.location import Location, may_be_named, mover_bytes, parse_location
 from penstock.storage.offsite.send import Sent, send_checkpoint

@@ -11,9 +11,16 @@ from typing import Any
 
 import pytest
 
-from penstock.storage.tier import filesystem, wear
-from penstock.storage.tier.filesystem import Device, check_folder, device_of, filesystem_id, mount_of
-from penstock.storage.tier.wear import disk_temperature, percentage_used
+from penstock.storage.tier import filesystem
+from penstock.storage.tier.filesystem import (
+    Device,
+    check_folder,
+    device_of,
+    disk_temperature,
+    filesystem_id,
+    mount_of,
+    percentage_used,
+)
 
 MOUNTINFO = r"""
 27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,discard
@@ -40,8 +47,13 @@ MOUNTINFO = r"""
         ("/dev/shm/state", "tmpfs", "tmpfs"),
     ],
 )
-def test_longest_mount_point_with_escapes(folder: str, kind: str, source: str) -> None:
-    mount = filesystem._find_mount(Path(folder), MOUNTINFO)
+def test_longest_mount_point_with_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, kind: str, source: str
+) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTINFO)
+    monkeypatch.setattr(filesystem, "_MOUNTINFO", tmp_path / "mountinfo")
+    monkeypatch.setattr(filesystem, "existing", lambda folder: folder)
+    mount = mount_of(Path(folder))
     assert (mount.filesystem, mount.source) == (kind, source)
 
 
@@ -160,9 +172,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Put an executable on an otherwise empty PATH that prints `answer`, after `seconds`, and exits with `code`."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    monkeypatch.setattr(wear, "device_of", lambda folder: Device("fs", ("nvme0n1",), "ext4", False, None))
+    monkeypatch.setattr(filesystem, "device_of", lambda folder: Device("fs", ("nvme0n1",), "ext4", False, None))
     monkeypatch.setenv("PATH", str(tools))
-    monkeypatch.setattr(wear, "_EXTRA_PATH", str(tools))
+    monkeypatch.setattr(filesystem, "_EXTRA_PATH", str(tools))
 
     def install(tool: str, answer: object, *, code: int = 0, seconds: float = 0) -> None:
         text = answer if isinstance(answer, str) else json.dumps(answer)
@@ -192,7 +204,7 @@ REFUSED_BUT_NVME = {"smartctl": (SMARTCTL_REFUSED, 2), "nvme": (NVME_CLI, 0)}
 def test_what_the_tools_say(
     tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch, names: list[str], answers: Any, expected: Any
 ) -> None:
-    monkeypatch.setattr(wear, "device_of", lambda folder: Device("fs", tuple(names), "ext4", False, None))
+    monkeypatch.setattr(filesystem, "device_of", lambda folder: Device("fs", tuple(names), "ext4", False, None))
     for tool, (answer, code) in answers.items():
         install(tool, answer, code=code)
     assert percentage_used(tmp_path) == expected
@@ -213,7 +225,7 @@ def test_odd_answers_are_absent(tmp_path: Path, install: Install, answer: object
 
 
 def test_a_drive_that_hangs_costs_a_moment(tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wear, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(filesystem, "_TIMEOUT_S", 0.2)
     install("smartctl", SMARTCTL_NVME, seconds=60)
     start = time.monotonic()
     assert percentage_used(tmp_path) is None
