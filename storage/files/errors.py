@@ -30,12 +30,15 @@ def ensure(ok: object, what: str) -> None:
 
 @contextmanager
 def refused(what: str, *, with_type: bool = True) -> Iterator[None]:
-    """What fails inside the block (of a library, say) is a UserError: `what`, its type and why. UserError passes."""
+    """What fails inside the block (of a library, say) is a UserError: `what`, its type and why. UserError passes, and
+    so does what `not_ours` knows: the machine failed, not what was tried."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        if not_ours(error) is not None:
+            raise
         raise UserError(f"{what}: {type(error).__name__}: {error}" if with_type else f"{what}: {error}") from error
 
 

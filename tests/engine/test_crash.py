@@ -40,6 +40,7 @@ from penstock.engine.hf import weights
 from penstock.engine.hf.config import model_config
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.schedule.ops import Op
+from penstock.engine.self_check import CheckResult
 from penstock.engine.session import Session
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.checkpoints import AUTOMATIC, GOOD, checkpoint_folder, list_checkpoints
@@ -470,8 +471,9 @@ def test_a_step_in_which_something_is_used_up(tmp_path: Path, straight: str, nam
         watch(op)
         return perform(self, op)
 
-    observer = tiny.Silent()
+    observer, checked = tiny.Silent(), CheckResult("qwen3", True, 0.0, "loss", None)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "check_model", lambda *model, **how: checked)  # whose ops are not counted
         patch.setattr(Runtime, "perform", short)
         with pytest.raises(UserError, match=rf"in op \w+ \S+ .*: {message}") as caught:
             trained(tmp_path, observer)

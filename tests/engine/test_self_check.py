@@ -143,10 +143,16 @@ def test_an_error_while_streaming_or_taking_apart_is_a_refusal(monkeypatch: pyte
     def fail(*args: Any) -> None:
         raise RuntimeError("kernel exploded")
 
+    def used_up(*args: Any) -> None:
+        raise MemoryError
+
     monkeypatch.setattr(attention, "_chunk_forward", fail)
     assert check_model(Qwen3Config()) == CheckResult(
         "qwen3", False, None, None, "streaming fails: RuntimeError: kernel exploded"
     )
+    monkeypatch.setattr(attention, "_chunk_forward", used_up)
+    with pytest.raises(MemoryError):  # the machine's fault, not the model's
+        check_model(Qwen3Config())
     with pytest.raises(UserError, match="encoder-decoder") as refusal:
         take_apart(T5Config())
     assert check_model(T5Config()) == CheckResult("t5", False, None, None, str(refusal.value))
