@@ -23,11 +23,10 @@ from penstock.engine.machine import budgets
 from penstock.engine.machine.presets import GENERIC
 from penstock.engine.record import require_record
 from penstock.engine.train import train_step
-from penstock.storage.files.disk import publish
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.checkpoints import AUTOMATIC
 from penstock.storage.generations.store import NvmeStore
-from penstock.storage.tier.manifest import FILE_NAME, Manifest
+from penstock.storage.tier.manifest import Manifest
 
 DELAYED: list[Any] = [
     ({"chunk_tokens": 20}, *tiny.TIERS[-1]),
@@ -303,11 +302,11 @@ def recorded(run: Path, change: dict[str, Any]) -> Iterator[Path]:
     root = run / "state"
     current = Manifest.read(root)
     meta = {name: value for name, value in (current.meta | change).items() if value is not None}
-    publish(replace(current, meta=meta).prepare(root), root / FILE_NAME)
+    replace(current, meta=meta).write(root)
     try:
         yield root
     finally:
-        publish(current.prepare(root), root / FILE_NAME)
+        current.write(root)
 
 
 def test_no_run_goes_on_from_a_record_that_makes_no_sense(stopped: Path) -> None:

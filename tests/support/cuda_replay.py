@@ -358,30 +358,38 @@ class Updates:
         self._cuda.use(values.decayed, values.undecayed, write=False)
 
 
+class Spilled:
+    """Activations of `Files`."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def write(self, name: str, data: Tensor) -> Future[None]:
+        return self._files.moved(data, write=False)
+
+    def read(self, name: str, out: Tensor, *, keep: bool = False) -> Future[None]:
+        return self._files.moved(out, write=True)
+
+    def discard(self, name: str) -> Future[None]:
+        return self._files.moved(write=False)
+
+
 class Files:
     """Stands in for NvmeStore: reads and writes are over when the op is."""
 
     def __init__(self, cuda: Pretended) -> None:
         self._cuda = cuda
+        self.spilled = Spilled(self)
 
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         self._cuda.watch.read_direct(out.data_ptr(), out.nbytes, 0)
-        return self._moved(out, write=True)
+        return self.moved(out, write=True)
 
     def write(self, buffer: str, kind: str, part: int, data: Tensor, **check: Any) -> Future[None]:
         self._cuda.watch.read_direct(data.data_ptr(), 0, 0)
-        return self._moved(data, write=False)
+        return self.moved(data, write=False)
 
-    def spill(self, name: str, data: Tensor) -> Future[None]:
-        return self._moved(data, write=False)
-
-    def unspill(self, name: str, out: Tensor, *, keep: bool = False) -> Future[None]:
-        return self._moved(out, write=True)
-
-    def discard(self, name: str) -> Future[None]:
-        return self._moved(write=False)
-
-    def _moved(self, *tensors: Tensor, write: bool) -> Future[None]:
+    def moved(self, *tensors: Tensor, write: bool) -> Future[None]:
         self._cuda.use_at_once(*tensors, write=write)
         future: Future[None] = Future()
         future.set_result(None)

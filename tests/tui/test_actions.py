@@ -63,7 +63,7 @@ async def test_help_and_palette_of_a_screen_offer_what_it_can_do_and_do_what_the
     await until(pilot, lambda: app.theme != before)
 
 
-ACTING = {(action.scope, action.id) for action in ACTIONS if action.acts}
+ACTING = {(action.scope, action.name) for action in ACTIONS if action.acts}
 
 
 def contents(root: Path) -> dict[str, tuple[int, int]]:
@@ -111,7 +111,7 @@ async def test_a_read_only_application_takes_no_action(root: Path) -> None:
         app.open("timeline", root / "runs" / "first")
         await until(pilot, lambda: getattr(app.screen, "step", None) is not None)
         await press_everything(pilot, "timeline")
-        offered = {(action.scope, action.id) for action in app.offered(app.screen)}
+        offered = {(action.scope, action.name) for action in app.offered(app.screen)}
         assert offered
         assert not offered & ACTING
         shown = {binding.binding.action for binding in app.screen.active_bindings.values()}
