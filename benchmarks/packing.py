@@ -20,9 +20,9 @@ from benchmarks.parts.session import open_drawn
 from benchmarks.parts.setup import Setup, plan_request, random_model
 from penstock.app.bench.process import scratch, show
 from penstock.app.console.working import Working
-from penstock.engine.data.loader import DataLoader, MicroBatch
+from penstock.engine.data.loader import DataLoader
 from penstock.engine.machine.budgets import Budgets
-from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.session import Session
 from penstock.engine.train import train_step

@@ -26,11 +26,12 @@ from penstock.app.bench.process import require_folders, scratch
 from penstock.app.console.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.data.corpus.prepare import prepare_data
-from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet, make_loader, make_validation
+from penstock.engine.data.loader import DataLoader, ValidationSet, make_loader, make_validation
 from penstock.engine.export import export
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import model_spec
 from penstock.engine.model.spec import layouts
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.opening import open_session
 from penstock.engine.runtime.state import read_parameters
 from penstock.engine.train import train, train_step

@@ -26,7 +26,7 @@ from penstock.engine.config import (
     state_folder,
 )
 from penstock.engine.data.corpus.prepare import Data
-from penstock.engine.data.loader import DataLoader, MicroBatch, make_loader, make_validation
+from penstock.engine.data.loader import DataLoader, make_loader, make_validation
 from penstock.engine.events import Observer
 from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.report import forecast, predict
@@ -52,6 +52,7 @@ from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.adapter_values import with_adapter
 from penstock.engine.model.anatomy import Initializer, initial_constants
 from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.plan.plan import Plan
 from penstock.engine.preparing import Checklist
 from penstock.engine.record import recorded_kernels, recorded_of, report_changed, require_record

@@ -9,10 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.generate.decode import Row
 from penstock.engine.model.spec import ModelSpec
-from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import BatchCarrier, EvaluationData, StepData
 from penstock.engine.runtime.executor import Executor

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from penstock.engine import passes, preparing
 from penstock.engine.computing import Computing
 from penstock.engine.config import AdapterConfig
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.problem import block_shapes
 from penstock.engine.model.adapters import inject, is_adapter
 from penstock.engine.model.anatomy import refuse_unsupported, take_apart
@@ -29,6 +28,7 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.skeleton import LengthState, find_layers
 from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.model.trace import random_model
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.planner import make_plan

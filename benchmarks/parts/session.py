@@ -17,13 +17,14 @@ from torch import Tensor
 
 from benchmarks.parts.setup import Setup
 from penstock.engine.data.corpus.prepare import prepare_data
-from penstock.engine.data.loader import DataLoader, MicroBatch, make_loader
+from penstock.engine.data.loader import DataLoader, make_loader
 from penstock.engine.events import Observer
 from penstock.engine.kernels import choose_kernels, kernel_query
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.compilers import find_compilation
 from penstock.engine.machine.presets import this_machine
 from penstock.engine.model.spec import layouts
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.opening import typical_batch
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import Plan

@@ -11,11 +11,11 @@ from penstock.engine.cluster.context import NAME as GATHERED
 from penstock.engine.cluster.context import Context
 from penstock.engine.cluster.model import attention_candidates
 from penstock.engine.cluster.step import Share, loss_sums, target_logits
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.model import skeleton
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import ModelSpec, rotary_threshold
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.model.trace import random_model
 from penstock.engine.self_check import reference_gradients, relative_errors
 from penstock.storage.files.errors import UserError, refused

@@ -20,9 +20,8 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.model.spec import ModelSpec
-from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.storage.files.errors import UserError
 
 NAME = "penstock_gathered"

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from penstock.engine.cluster.context import Context, Part, whole_part
 from penstock.engine.cluster.model import Sharded
 from penstock.engine.config import TrainConfig
-from penstock.engine.data.loader import MicroBatch, ValidationSet
+from penstock.engine.data.loader import ValidationSet
 from penstock.engine.events import ValidationMetrics
-from penstock.engine.model.tokens import mean_by_weight, total_weight
+from penstock.engine.model.tokens import MicroBatch, mean_by_weight, total_weight
 from penstock.engine.optim.lr import learning_rate
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from penstock.engine.config import DataConfig, Recipe, TrainConfig
 from penstock.engine.data.corpus.files import TokenCorpus
@@ -26,53 +24,9 @@ from penstock.engine.data.packing import (
     window,
 )
 from penstock.engine.model.spec import ModelSpec
-from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import is_whole, one_line
-
-Tokens = Sequence[int] | Tensor
-"""int64 [length]."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows of one micro-batch laid end to end into one stream of T tokens (rows x sequence length)."""
-
-    ids: Tensor
-    """[T] int64 token ids."""
-    labels: Tensor
-    """[T] int64: the document's next token, or -100 where there is none (a document's last token, padding)."""
-    positions: Tensor
-    """[T] int64, counted from 0 in every document of the stream."""
-    documents: list[int]
-    """Sorted stream offsets where a document starts; the first is 0. Padding at the stream's end is one as well."""
-    num_targets: int
-    """Labels that are not -100."""
-    lengths: list[int]
-    """Tokens of each document, padding excluded."""
-    weights: Tensor | None = None
-    """[T] float32: how much the loss of each label counts, above 0 where there is one; None: 1 for all."""
-    filled: int | None = None
-    """Tokens of the stream before its padding, all of which is at the end; None: there is none."""
-    sources: list[int] = field(default_factory=list)
-    """Where in the corpus each document's first token is, as many as `lengths`; none where they are of no corpus."""
-
-    @staticmethod
-    def of(documents: Sequence[Tokens], labels: Sequence[Tokens] | None = None) -> MicroBatch:
-        """Token ids of `documents` laid end to end. `labels`: of each of them, as many; None: its next tokens."""
-        if labels is None:
-            labels = [[*document[1:], IGNORE_LABEL] for document in documents]
-        lengths = [len(document) for document in documents]
-        ids, joined = (torch.cat([torch.as_tensor(each) for each in some]) for some in (documents, labels))
-        return MicroBatch(
-            ids=ids,
-            labels=joined,
-            positions=torch.cat([torch.arange(length) for length in lengths]),
-            documents=[0, *itertools.accumulate(lengths[:-1])],
-            num_targets=int((joined != IGNORE_LABEL).sum()),
-            lengths=lengths,
-            filled=sum(lengths),
-        )
 
 
 class DataLoader:

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.data.needles.haystacks import DEPTHS
 from penstock.engine.events import Recall
-from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 
 
 class Tally:

@@ -22,7 +22,7 @@ from penstock.storage.files.errors import BudgetError
 from penstock.storage.tier.chunk import ChunkFormat
 
 if TYPE_CHECKING:
-    from penstock.engine.data.loader import MicroBatch
+    from penstock.engine.model.tokens import MicroBatch
 
 WHOLE_OPS = 30_000
 """Steps of up to so many ops are simulated whole for the forecast."""

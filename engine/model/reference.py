@@ -21,7 +21,14 @@ from penstock.engine.config import TrainConfig
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import EMBED, HEAD, ModelSpec, depths, layouts
-from penstock.engine.model.tokens import ChunkTokens, Stream, chunk_ranges, last_positions, mean_by_weight, total_weight
+from penstock.engine.model.tokens import (
+    ChunkTokens,
+    MicroBatch,
+    chunk_ranges,
+    last_positions,
+    mean_by_weight,
+    total_weight,
+)
 from penstock.engine.objectives.base import OBJECTIVES, Objective, find_objective
 from penstock.engine.objectives.sequences import Sequences, sequence_numbers, split_coefficients
 from penstock.engine.optim.base import MASTER, UpdateRange, find_optimizer
@@ -57,7 +64,7 @@ class Training:
         """Views of all parameters in `flats`, one flat tensor per buffer."""
         return {name: view for b, flat in flats.items() for name, view in self.layouts[b].views(flat).items()}
 
-    def step(self, streams: Sequence[Stream], chunk_tokens: int, logits_bytes: int) -> tuple[float, float]:
+    def step(self, streams: Sequence[MicroBatch], chunk_tokens: int, logits_bytes: int) -> tuple[float, float]:
         """One optimizer step on a batch; its loss and the norm of its gradient."""
         for gradient in self.gradients.values():
             gradient.zero_()
@@ -94,7 +101,7 @@ def forward_backward(
     runner: ModelRunner,
     weights: Tensors,
     gradients: Tensors,
-    streams: Sequence[Stream],
+    streams: Sequence[MicroBatch],
     chunk_tokens: int,
     logits_bytes: int,
     *,
@@ -185,7 +192,7 @@ def _of_block(runner: ModelRunner, block: str, tensors: Tensors) -> dict[str, Te
 
 
 def _sequences(
-    streams: Sequence[Stream],
+    streams: Sequence[MicroBatch],
     ranges: Sequence[Sequence[tuple[int, int]]],
     targets: Sequence[ChunkTokens],
     scores: Sequence[Tensor],
@@ -208,7 +215,7 @@ class _Chunk(NamedTuple):
     keys: Sequence[tuple[int, int]] | None
 
 
-def _cut(runner: ModelRunner, stream: Stream, ranges: Sequence[tuple[int, int]], in_pieces: bool) -> list[_Chunk]:
+def _cut(runner: ModelRunner, stream: MicroBatch, ranges: Sequence[tuple[int, int]], in_pieces: bool) -> list[_Chunk]:
     longest, keys = last_positions(stream.positions, stream.documents), ranges if in_pieces else None
     chunks = []
     for start, end in ranges:

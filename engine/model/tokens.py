@@ -3,9 +3,9 @@ which rows have a target, which token ids occur."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -82,28 +82,49 @@ def mean_by_weight(weighted_sum: float, total: float) -> float:
     return weighted_sum / total if total else 0.0
 
 
-class Stream(Protocol):
-    """One micro-batch: T tokens of whole documents laid end to end (engine.data.loader.MicroBatch is one)."""
+Tokens = Sequence[int] | Tensor
+"""int64 [length]."""
 
-    @property
-    def ids(self) -> Tensor:
-        """Int64 [T]."""
 
-    @property
-    def labels(self) -> Tensor:
-        """Int64 [T]; -100 has no loss."""
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one micro-batch laid end to end into one stream of T tokens (rows x sequence length)."""
 
-    @property
-    def weights(self) -> Tensor | None:
-        """Float32 [T]: how much the loss of each label counts; None: 1 for all."""
+    ids: Tensor
+    """[T] int64 token ids."""
+    labels: Tensor
+    """[T] int64: the document's next token, or -100 where there is none (a document's last token, padding)."""
+    positions: Tensor
+    """[T] int64, counted from 0 in every document of the stream."""
+    documents: list[int]
+    """Sorted stream offsets where a document starts; the first is 0. Padding at the stream's end is one as well."""
+    num_targets: int
+    """Labels that are not -100."""
+    lengths: list[int]
+    """Tokens of each document, padding excluded."""
+    weights: Tensor | None = None
+    """[T] float32: how much the loss of each label counts, above 0 where there is one; None: 1 for all."""
+    filled: int | None = None
+    """Tokens of the stream before its padding, all of which is at the end; None: there is none."""
+    sources: list[int] = field(default_factory=list)
+    """Where in the corpus each document's first token is, as many as `lengths`; none where they are of no corpus."""
 
-    @property
-    def positions(self) -> Tensor:
-        """Int64 [T], from the start of the document."""
-
-    @property
-    def documents(self) -> list[int]:
-        """Sorted starts of the documents; the first is 0."""
+    @staticmethod
+    def of(documents: Sequence[Tokens], labels: Sequence[Tokens] | None = None) -> MicroBatch:
+        """Token ids of `documents` laid end to end. `labels`: of each of them, as many; None: its next tokens."""
+        if labels is None:
+            labels = [[*document[1:], IGNORE_LABEL] for document in documents]
+        lengths = [len(document) for document in documents]
+        ids, joined = (torch.cat([torch.as_tensor(each) for each in some]) for some in (documents, labels))
+        return MicroBatch(
+            ids=ids,
+            labels=joined,
+            positions=torch.cat([torch.arange(length) for length in lengths]),
+            documents=[0, *itertools.accumulate(lengths[:-1])],
+            num_targets=int((joined != IGNORE_LABEL).sum()),
+            lengths=lengths,
+            filled=sum(lengths),
+        )
 
 
 def last_positions(positions: Tensor, documents: Sequence[int]) -> Tensor:
@@ -112,7 +133,7 @@ def last_positions(positions: Tensor, documents: Sequence[int]) -> Tensor:
     return positions[bounds[1:] - 1].repeat_interleave(bounds.diff())
 
 
-def chunk_ranges(stream: Stream, chunk_tokens: int | None) -> list[tuple[int, int]]:
+def chunk_ranges(stream: MicroBatch, chunk_tokens: int | None) -> list[tuple[int, int]]:
     """Token ranges of the chunks of `stream`: of so many tokens, the last maybe of fewer; None: of a document each."""
     total = stream.ids.shape[0]
     starts = stream.documents if chunk_tokens is None else range(0, total, chunk_tokens)

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.generate.decode import Row
-from penstock.engine.model.tokens import ChunkTokens, targets, total_weight
+from penstock.engine.model.tokens import ChunkTokens, MicroBatch, targets, total_weight
 from penstock.engine.plan.plan import Chunk, filled_chunks
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.storage.tier.arena import pinned_empty

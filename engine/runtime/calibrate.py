@@ -20,10 +20,10 @@ from msgspec import structs
 from penstock.engine import preparing
 from penstock.engine.clock import elapsed_s
 from penstock.engine.config import TrainConfig
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.costs import Calibration, Conditions, Costs, Sample, op_kind
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.profile import Machine
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import ALIGNMENT, FP32, POOLS

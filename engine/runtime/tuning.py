@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.events import Observer
 from penstock.engine.forecast.costs import Calibration
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
 from penstock.engine.machine.profile import Machine
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.preparing import Checklist
 from penstock.engine.runtime.calibrate import calibrate
 from penstock.engine.runtime.compute import Compute

@@ -22,7 +22,6 @@ from penstock.engine.attention import chunk as attention
 from penstock.engine.attention import select as attention_select
 from penstock.engine.attention.spans import Span
 from penstock.engine.config import AdapterConfig
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model import skeleton
@@ -32,6 +31,7 @@ from penstock.engine.model.anatomy import Initializer, take_apart
 from penstock.engine.model.reference import Training, forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.model.trace import random_model
 from penstock.engine.optim.base import MASTER
 from penstock.engine.runtime.views import Views

@@ -27,7 +27,6 @@ from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands
 from penstock.engine.branches.base import Sent
 from penstock.engine.config import SamplesConfig, TrainConfig
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.generate.decode import Row
 from penstock.engine.hf.config import model_config
@@ -38,7 +37,7 @@ from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.skeleton import LayerCall
 from penstock.engine.model.spec import ModelSpec
-from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.model.tokens import ChunkTokens, MicroBatch
 from penstock.engine.optim.adamw import AdamW, Scalars
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan

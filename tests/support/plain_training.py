@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from penstock.engine.config import TrainConfig
-from penstock.engine.data.loader import MicroBatch
-from penstock.engine.model.tokens import total_weight
+from penstock.engine.model.tokens import MicroBatch, total_weight
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.session import Session
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.data.loader import DataLoader, MicroBatch
-from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.data.loader import DataLoader
+from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 
 
 class WeightedLoader:

@@ -25,11 +25,11 @@ from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.corpus.prepare import prepare_corpus, prepare_data, prepare_tokenizer, random_corpus
 from penstock.engine.data.formats import text as text_format
 from penstock.engine.data.formats.reading import read_samples
-from penstock.engine.data.loader import DataLoader, MicroBatch, ValidationSet
+from penstock.engine.data.loader import DataLoader, ValidationSet
 from penstock.engine.data.packing import split_documents
 from penstock.engine.data.text.made_tokenizer import train_tokenizer
 from penstock.engine.data.text.tokenizer import EOS_TOKEN, load_tokenizer
-from penstock.engine.model.tokens import IGNORE_LABEL
+from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.storage.files.errors import UserError
 
 TEXTS = [f"def function_{i}(x):\n    return x * {i} + len('naïve ☃ {i * 37}')\n" * (1 + i % 5) for i in range(40)]

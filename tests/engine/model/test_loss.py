@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from weighted import WeightedLoader
 
-from penstock.engine.data.loader import MicroBatch
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import Initializer
 from penstock.engine.model.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
@@ -28,7 +27,7 @@ from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import HEAD
-from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.model.tokens import ChunkTokens, MicroBatch
 from penstock.engine.model.trace import random_model
 from penstock.engine.objectives.base import OBJECTIVES
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
