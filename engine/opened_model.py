@@ -22,7 +22,7 @@ from penstock.engine.generate.decode import Continuation, Decoding, OnToken, Row
 from penstock.engine.hf.weights import FLOAT_DTYPES
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.device import resolve_device
-from penstock.engine.machine.here import is_assumed, machine_here
+from penstock.engine.machine.here import machine_here
 from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.model.anatomy import context_of
@@ -256,7 +256,7 @@ class OpenedModel(Texts):
 
         def of(group: Sequence[int], filled: bool) -> Estimate:
             work = {"prompt_tokens": prompt_tokens, "sequences": len(group), "new_tokens": new_tokens}
-            return self._query.estimate(plan, machine, stored, filled=filled, assumed=is_assumed(machine), **work)
+            return self._query.estimate(plan, machine, stored, filled=filled, assumed=machine.is_assumed, **work)
 
         first, rest = of(groups[0], self._computing is not None), groups[1:]
         if not rest:

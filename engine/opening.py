@@ -42,7 +42,6 @@ from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
 from penstock.engine.machine.device import compute_dtype, resolve_device, why_no_cuda
-from penstock.engine.machine.here import is_assumed
 from penstock.engine.machine.platforms import remarks
 from penstock.engine.machine.precision import with_compute_dtype
 from penstock.engine.machine.presets import this_machine
@@ -114,8 +113,8 @@ def open_session(
     root = state_folder(run_dir)
     going_on = resume and (root / "manifest.json").exists()
     machine = this_machine(device)
-    measures_drives = train.calibrate and is_assumed(machine)
-    if is_assumed(machine) and not measures_drives:
+    measures_drives = train.calibrate and machine.is_assumed
+    if machine.is_assumed and not measures_drives:
         observer.on_message(
             "no profile of this machine: drives and links are planned at assumed rates (penstock probe)", detail=True
         )

@@ -28,48 +28,47 @@ from penstock.storage.tier.manifest import ArraySpec
 
 
 def write_dcp(run_dir: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None) -> tuple[int, int]:
-    """Write a run's last committed generation, or a checkpoint's, as a DCP checkpoint in `folder`; the step that it is
-    at, and the bytes of its tensors.
+    """Write a run's last committed generation, or a checkpoint's, as a DCP checkpoint; its step and tensors' bytes.
 
     `folder` is new or empty, or a whole checkpoint that is replaced.
     Raises UserError when there is no generation, or the disk fails; then nothing of it is left.
     """
     with closing(RunState(run_dir, recipe, checkpoint)) as run:
-        source = _Source(run, find_optimizer(recipe.train).kinds)
+        planner = _Streaming(run, find_optimizer(recipe.train).kinds)
         meta = {name: value for name, value in run.store.meta.items() if name not in ("plan", "constants")}
         try:
             partial = layout.begin_folder(folder, recipe, meta)
-            layout.save(partial, source.shapes, _Streaming(source))
+            layout.save(partial, planner.shapes, planner)
             layout.end_folder(folder, layout.checksums_of(partial))
         except BaseException as error:
             shutil.rmtree(layout.partial_folder(folder), ignore_errors=True)
             if isinstance(error, OSError):
                 raise disk_error(error, folder, "writing a DCP checkpoint") from error
             raise
-        return int(meta["step"]), sum(t.numel() * t.element_size() for t in source.shapes.values())
+        return int(meta["step"]), sum(t.numel() * t.element_size() for t in planner.shapes.values())
 
 
-class _Source:
-    """Tensors of a checkpoint, each read from the run's state when it is needed."""
+class _Streaming(DefaultSavePlanner):
+    """Tensors of a checkpoint, each read from the run's state when it is about to be written."""
 
     def __init__(self, run: RunState, kinds: tuple[str, ...]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._run, self._layouts = run, layouts(run.spec)
         self._arrays = {(array.buffer, array.kind): array for array in run.store.arrays()}
         self._locations = layout.locations(run.spec, kinds)
-        self._small = dict(run.constants)
-        step = float(run.store.meta["step"])
-        self._small |= {layout.moment(name, "step"): torch.tensor(step) for name in layout.trained_names(run.spec)}
+        step = torch.tensor(float(run.store.meta["step"]))
+        self._small = dict(run.constants) | {layout.moment(n, "step"): step for n in layout.trained_names(run.spec)}
         self.shapes: dict[str, Tensor] = dict(self._small)
         """All of them by name, without memory where they are large."""
         for name, (buffer, kind, param) in self._locations.items():
             dtype = getattr(torch, self._arrays[buffer, kind].dtype)
             self.shapes[name] = torch.empty(param.shape, dtype=dtype, device="meta")
 
-    def tensor(self, name: str) -> Tensor:
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The values of one; any thread may ask."""
-        if name in self._small:
-            return self._small[name]
-        buffer, kind, param = self._locations[name]
+        if index.fqn in self._small:
+            return self._small[index.fqn]
+        buffer, kind, param = self._locations[index.fqn]
         start = self._layouts[buffer].offsets[param.name]
         return _read(self._run.store, self._arrays[buffer, kind], start, param.numel).view(param.shape)
 
@@ -85,17 +84,6 @@ def _read(store: NvmeStore, array: ArraySpec, start: int, numel: int) -> Tensor:
             low, high = max(first, start), min(last, end)
             values[low - start : high - start] = rows[low - first : high - first]
     return values
-
-
-class _Streaming(DefaultSavePlanner):
-    """Gives the writer each tensor when it is about to be written."""
-
-    def __init__(self, source: _Source) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._source = source
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._source.tensor(index.fqn)
 
 
 def read_dcp(folder: Path, record: layout.Record, spec: ModelSpec, recipe: Recipe, run_dir: Path) -> int:

@@ -151,8 +151,7 @@ def _checksum(path: Path) -> tuple[int, str]:
 
 
 def require_intact(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
-    """UserError unless a checkpoint's files are as they were written; with `share` (i, n) only the i-th of n shares of
-    them is read."""
+    """UserError unless a checkpoint's files are as they were written; `share` as of `checksums_of`."""
     files = _read_sealed(folder / CHECKSUMS_NAME, _Checksums).files
     for name in sorted(files)[share[0] :: share[1]]:
         file = folder / Path(name).name

@@ -81,8 +81,7 @@ class Sharded:
 
 
 def make_sharded(spec: ModelSpec, train: TrainConfig, mesh: DeviceMesh, attention: str) -> Sharded:
-    """The model over the ranks of `mesh`, its parameters without values: float32 where they are trained, else in the
-    dtype of computing.
+    """The model over the ranks of `mesh`, without values: float32 where it is trained, else in the dtype of computing.
 
     `attention`: transformers' name of its implementation.
     """
@@ -190,8 +189,7 @@ def _optimizer(spec: ModelSpec, train: TrainConfig, model: PreTrainedModel) -> t
 
 
 def attention_candidates(device: torch.device, dtype: torch.dtype, *, spread: bool = False) -> list[str]:
-    """transformers' implementations of attention that may run here, the fastest first; with `spread` those that take
-    a mask of ours."""
+    """transformers' attentions that may run here, the fastest first; with `spread` those that take a mask of ours."""
     flash = [
         name
         for name, package in (("flash_attention_3", "flash_attn_interface"), ("flash_attention_2", "flash_attn"))

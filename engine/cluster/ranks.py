@@ -20,8 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from penstock.storage.files.errors import UserError
 
 _TIMEOUT = timedelta(hours=1)
-"""For a collective: one rank may be writing or reading all of a model's state meanwhile. torchrun ends the others
-sooner where a rank has died."""
+"""For a collective: one rank may read or write all state meanwhile; torchrun ends them sooner if a rank died."""
 _ANSWER = timedelta(seconds=2)
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

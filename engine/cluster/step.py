@@ -45,8 +45,7 @@ def train_step(
 ) -> tuple[float, float]:
     """Step `step` (1-based) on a whole batch, which every rank has: the engine's step (engine/model/reference.py).
 
-    The mean loss of its targets by their weights, nats (cross entropy alone), and the global gradient norm before
-    clipping; the same on every rank.
+    All ranks' mean cross entropy of its targets by weight, nats, and their gradient norm before clipping.
     """
     model, total = sharded.model, sum(total_weight(m.labels, m.weights) for m in micro_batches)
     scale, own = mean_by_weight(1.0, total), share.of(micro_batches)

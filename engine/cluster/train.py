@@ -72,9 +72,8 @@ def train_cluster(
     """Train as the recipe says on all `ranks`, from the newest state in `run_dir` on.
 
     That is its newest DCP checkpoint, or its newer generation, which becomes one; or the recipe's first step. Every
-    rank sees `run_dir` on a shared file system. `context_parallel`: ranks that share one micro-batch, each with a part
-    of its tokens. Raises UserError on all ranks for what the user can mend, SaidElsewhereError on all but the one that
-    says it.
+    rank sees `run_dir` on a shared file system. `context_parallel`: ranks that share each micro-batch's tokens. Raises
+    UserError on all ranks for what the user can mend, SaidElsewhereError on all but the one that says it.
     """
     given, device = recipe, ranks.together(lambda: resolve_device(recipe.train))
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))

@@ -1,7 +1,6 @@
 """The recipe: one typed object that says everything about a run.
 
-The docstring under each field is the help text shown everywhere. Validation here looks at values only: it opens no file
-and needs no device.
+The docstring under each field is the help text shown everywhere. Validation here looks at values only.
 """
 
 from penstock.engine.config.data import CONVERSATIONS as CONVERSATIONS

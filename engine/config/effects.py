@@ -24,8 +24,8 @@ class Rule(NamedTuple):
     key: str
     counts: Callable[[Recipe], bool]
     why: str
-    """Why it does not count, and what makes it count. {r.train.lr_schedule} stands for a value of the recipe, {sources}
-    for those of its data."""
+    """Why it does not count, and what makes it count. {r.train.lr_schedule}: a recipe's value; {sources}: its
+    data's."""
     refused: bool
     """Whether it is an error, or is only reported."""
 
@@ -242,8 +242,7 @@ RULES = [
 
 
 def idle_fields(recipe: Recipe) -> list[Idle]:
-    """The fields that are not at their defaults and have no effect, each once, in the order of the rules; then those of
-    the parts of a mixture."""
+    """The fields that are not at their defaults and have no effect, each once; then those of the parts of a mixture."""
     result: dict[str, Idle] = {}
     for rule in RULES:
         section, _, name = rule.key.partition(".")

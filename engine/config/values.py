@@ -114,8 +114,7 @@ MOST_SEQUENCES = 2**20
 
 
 def require_counts(section: str, config: object, names: Sequence[str], most: int, least: int = 1) -> None:
-    """Raise UserError for a number of the section below `least`, or beyond `most`, with which a plan would take for
-    ever."""
+    """Raise UserError for a number of the section that is not from `least` to `most`."""
     for name in names:
         value = getattr(config, name)
         require(value is None or value >= least, f"{section}.{name}: {value} must be at least {least}")

@@ -38,8 +38,7 @@ def step_documents(
 ) -> tuple[list[StepDocument], int]:
     """The documents of a step, those of the highest loss first, MOST_DOCUMENTS at most; and how many there are.
 
-    `losses`: chunk's index -> sum of its targets' losses, not a number first of all. Chunks are the finest that a loss
-    is known of.
+    `losses`: chunk's index -> sum of its targets' losses; of the finest chunks that a loss is known of.
     """
     parts = [part for number, batch in enumerate(micro_batches) for part in _parts(number, batch, cut, losses)]
     parts.sort(key=lambda part: -math.inf if part.loss is None else math.inf if math.isnan(part.loss) else part.loss)

@@ -43,8 +43,7 @@ class DataLoader:
     micro-batch lie end to end without anything between them, and the padding that is left is at the stream's end.
 
     `documents` are the indices of those that it draws from; None: all. Not `endless`: each document of a mixture comes
-    once, and after one epoch rows are filled with padding. `report` says what became of documents that are longer than
-    a row.
+    once, then rows are filled with padding. `report` says what became of documents that are longer than a row.
 
     Raises UserError when the corpus holds a token id that is not below `vocab_size`, and when nothing is left of it.
     """

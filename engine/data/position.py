@@ -9,8 +9,8 @@ from pathlib import Path
 
 from penstock.engine import preparing
 
-_WHOLE = (".parquet", ".arrow", ".feather")
-"""Endings of files that are not read from the first byte to the last."""
+INDEXED = (".parquet", ".arrow", ".feather")
+"""Endings of files that are not read from the first byte to the last, and are compressed inside if at all."""
 _here = threading.local()
 
 
@@ -40,7 +40,7 @@ class Progress:
         fraction = None
         if self._total and self._file is not None:
             at = 0
-            if (fd := getattr(_here, "fd", None)) is not None and self._file.suffix not in _WHOLE:
+            if (fd := getattr(_here, "fd", None)) is not None and self._file.suffix not in INDEXED:
                 try:
                     at = os.lseek(fd, 0, os.SEEK_CUR)
                 except OSError:  # closed meanwhile

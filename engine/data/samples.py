@@ -39,8 +39,7 @@ class Conversation:
     where: str
     messages: list[dict[str, Any]]
     """Each with `role` and `content`, a text or a list of parts with texts, and what else the template reads
-    (`tool_calls`, `name`, ...). `weight`, a number from 0 on, is how much its tokens count where they are trained; 1
-    where it is not given."""
+    (`tool_calls`, ...). `weight`, from 0 on, 1 if not given: how much its tokens count where they are trained."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
     given: dict[str, Any] | None = None

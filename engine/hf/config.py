@@ -48,8 +48,7 @@ _SIZES = (
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
     """The transformers config of a model folder or of a JSON file, with `overrides` replacing fields of it.
 
-    Code that a folder brings along is never run. Raises UserError naming the file when it is missing, is not JSON, or
-    names an unknown architecture.
+    No code of a folder is run. Raises UserError naming a file that is missing or no JSON; an unknown architecture.
     """
     file, content = read_config_file(path)
     try:
@@ -75,18 +74,16 @@ def _rope_checked(overrides: dict[str, Any]) -> Iterator[None]:
         raise UserError('model.overrides: rope_parameters must be an object, as {"rope_type": "yarn", "factor": 4.0}')
     said: list[str] = []
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+    def collect(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return False  # nobody else shows it
 
-    logger, listener = logging.getLogger("transformers.modeling_rope_utils"), Listener()
-    logger.addHandler(listener)
-    propagates, logger.propagate = logger.propagate, False
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    logger.addFilter(collect)
     try:
         yield
     finally:
-        logger.propagate = propagates
-        logger.removeHandler(listener)
+        logger.removeFilter(collect)
     wrong = next((text for text in said if "must be" in text or "nrecognized" in text), None)
     if wrong is not None:
         raise UserError(f"model.overrides: {one_line(wrong, 300)}")

@@ -161,9 +161,3 @@ def _match(made: list[str], names: list[str]) -> dict[str, str] | None:
     if len(unique) != len(made) or set(unique.values()) != set(names):
         return None
     return unique
-
-
-def transformers_layout(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` by state-dict name as `save_pretrained` of a model made from scratch would name and lay them out."""
-    made: dict[str, Tensor] = revert_weight_conversion(model, tensors)
-    return made

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.engine import preparing
 from penstock.engine.data.text.tokenizer import TOKENIZER_FILES, write_tokenizer_files
 from penstock.engine.hf import generation
 from penstock.engine.hf.config import with_floats, without_floats, without_implementation
-from penstock.engine.hf.conversion import Conversion, ConversionPlan, transformers_layout
+from penstock.engine.hf.conversion import Conversion, ConversionPlan
 from penstock.engine.hf.named_code import named_code
 from penstock.engine.model import skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
@@ -115,8 +116,7 @@ def require_tied(folder: Path, config: PretrainedConfig) -> None:
 
 
 def remarks_on_unused(folder: Path, config: PretrainedConfig) -> list[str]:
-    """What is to be said of a checkpoint's tensors that the model of `config` does not have; of those that transformers
-    knows to be left over, nothing."""
+    """What is to be said of a checkpoint's tensors that neither the model of `config` nor transformers knows."""
     model = skeleton.build(config)
     known = "|".join([r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())])
     unused = [name for name in ConversionPlan(model, CheckpointReader(folder)).unused if not re.search(known, name)]
@@ -238,8 +238,7 @@ class CheckpointLayout:
                     raise _not_tied(self.reader, first.sources[0], conversion.sources[0])
 
     def _convert(self, conversion: Conversion) -> dict[str, Tensor]:
-        """The model's tensors that `conversion` makes, in the checkpoint's dtype; proven to give it back bit for
-        bit."""
+        """The model's tensors that `conversion` makes, in the checkpoint's dtype; proven to give it back bit by bit."""
         tensors = {name: self.reader.read(name) for name in conversion.sources}
         if len({tensor.dtype for tensor in tensors.values()}) > 1:
             tensors = {name: tensor.float() for name, tensor in tensors.items()}
@@ -319,8 +318,7 @@ class _Export:
     """Values that float16 made zero, and all that were rounded to it."""
 
     def like(self, origin: Path, stored: PretrainedConfig | None, dtype: str | None) -> list[str]:
-        """With the names, the layout and, unless there is a `dtype`, the dtypes of the origin's tensors. What is to be
-        said of it."""
+        """With the origin's names, layout and, unless there is a `dtype`, dtypes. What is to be said of it."""
         reader = CheckpointReader(origin)
         layout = CheckpointLayout(self.spec, reader, stored)
         config, left_out = _config_like(self.spec.config, origin / "config.json", dtype)
@@ -357,14 +355,14 @@ class _Export:
         empty = {name: tensor.to("meta") for name, tensor in constants.items()}
         for params in self.spec.buffers.values():
             empty |= {param.name: torch.empty(param.shape, dtype=dtype, device="meta") for param in params}
-        laid_out = transformers_layout(model, empty)
+        laid_out = revert_weight_conversion(model, empty)
         tensors = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in laid_out.items()]
 
         def made(block: str, params: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
             rounded = {name: self._rounded(name, tensor, dtype) for name, tensor in params.items()}
-            return transformers_layout(model, rounded).items()
+            return revert_weight_conversion(model, rounded).items()
 
-        self._write(tensors, transformers_layout(model, constants).items(), made)
+        self._write(tensors, revert_weight_conversion(model, constants).items(), made)
         config = copy.deepcopy(self.spec.config)
         config.architectures = [type(model).__name__]
         config.dtype = dtype

@@ -224,8 +224,7 @@ def free_budgets(
 ) -> Budgets:
     """What a run on `device` may use of each tier; `gpu` and `ram` are what its recipe says of them.
 
-    `others`: what other runs have planned, which is still free. Asking for a GPU's memory makes a CUDA context there,
-    as the run will.
+    `others`: what other runs have planned, which is still free. On a GPU it makes a CUDA context, as the run will.
     """
     memory = free_memory(root)
     left = max(0, memory.free_bytes - sum(other.ram_bytes for other in others))

@@ -1,8 +1,7 @@
 """Whether torch.compile finds the compilers that it needs, found out by compiling something small.
 
 On a CPU, Inductor writes C++ with OpenMP and Python bindings. For CUDA, Triton brings its own compiler for kernels, but
-builds the module that launches them with the machine's C compiler. Both need Python's headers, which many machines do
-not have.
+builds the module that launches them with the machine's. Both need Python's headers, which many machines lack.
 """
 
 from __future__ import annotations

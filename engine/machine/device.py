@@ -108,9 +108,8 @@ def configure(device: torch.device, gpu_budget_bytes: int, *, deterministic: boo
     """Set torch up for a run, before its first allocation on the device.
 
     On CUDA: the caching allocator gets `gpu_budget_bytes` (at least LEAST_LIMIT_BYTES) and no more, in segments that
-    grow, so that nothing is left over between blocks of different sizes; float32 products are float32, not TF32, and
-    bfloat16 products are summed in float32 throughout. `deterministic`: only kernels that give the same bits on every
-    run.
+    grow, so that nothing is left over between blocks; float32 products are float32, not TF32, and bfloat16 products are
+    summed in float32 throughout. `deterministic`: only kernels that give the same bits on every run.
 
     Raises UserError when the budget exceeds what the GPU has free.
     """

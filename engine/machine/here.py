@@ -18,8 +18,7 @@ _GPU_DEVICES = ("nvidia0", "nvhost-gpu", "dxg")
 
 
 def machine_here(folder: Path) -> Machine:
-    """This machine, without PyTorch where it was probed or has no GPU; `folder` is on the drive where it was not.
-    UserError for a broken profile."""
+    """This machine, without PyTorch where it was probed or has no GPU; else the drive is `folder`'s. UserError."""
     stored = stored_machine()
     if stored is not None:
         return stored
@@ -33,8 +32,3 @@ def machine_here(folder: Path) -> Machine:
     assumed = GENERIC if gpu is None else generic_gpu(gpu)
     drive = structs.replace(assumed.drives[0], size_bytes=free_disk(folder))
     return structs.replace(assumed, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes, cores=usable_cpus(), drives=(drive,))
-
-
-def is_assumed(machine: Machine) -> bool:
-    """Whether the machine's rates are this machine's by assumption, as it was never probed."""
-    return machine.source.startswith("assumed")

@@ -38,8 +38,7 @@ ATTENTION_CHUNK_TOKENS = 4096
 LINK_SHARE = 0.85
 """Of a link's raw rate, which packets' headers are part of."""
 PCIE_DUPLEX_SHARE = 0.90
-"""PCIe has lanes for each direction; headers keep the sum below both rates alone. Less where RAM is the limit, which
-serves both directions."""
+"""PCIe has lanes each way; headers keep the sum below both rates alone. Less where RAM, which serves both, limits."""
 UNIFIED_DUPLEX_SHARE = 0.50
 """A copy inside one memory leaves nothing of its bandwidth to another."""
 MEMORY_SHARE = 0.85

@@ -41,8 +41,7 @@ _LEAST_BLOCKS = 2 * _THREADS
 _FILL_SHARE = 0.25
 """Of the time given; the rest is shared by what is measured."""
 _FILL_BYTES_PER_S = 512 << 20
-"""Of the time given, as much is filled on one drive at most: a file system gives extents back at about 1 GB/s, and that
-is waited for."""
+"""Of the time given, as much is filled on a drive at most: giving extents back, which is waited for, takes 1 s a GB."""
 _LEAST_SHARE = 0.02
 """Of the time given, that one phase takes by itself however long the others took."""
 BRIEF_S = 0.5

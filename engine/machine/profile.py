@@ -75,8 +75,12 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer_params_per_s: Rate
     """AdamW's parameters updated per second on state in RAM: 30 bytes read or written each."""
     power_w: Rate | None = None
-    """Watts that the GPU's board draws at most, by its data sheet or the limit that its driver enforces; None where
-    neither is known."""
+    """Watts of the GPU's board at most, by its data sheet or its driver's limit; None where neither is known."""
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether the rates are this machine's by assumption, as it was never probed."""
+        return self.source.startswith("assumed")
 
     @property
     def nvme_bytes(self) -> int:

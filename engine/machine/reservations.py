@@ -58,8 +58,7 @@ def reserved() -> list[Reserved]:
 class Reservation:
     """A process's own reservation: a context manager, which takes it back in the end.
 
-    Entered, it holds the lock until `settle`; `others` is what to leave alone. Where there is no folder for it, it
-    says so, and does nothing.
+    Entered, it holds the lock until `settle`; `others` is what to leave alone. Without a folder it only says so.
     """
 
     def __init__(

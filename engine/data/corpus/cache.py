@@ -1,9 +1,8 @@
 """Tokenised corpora cached for this user between runs, a folder each below XDG_CACHE_HOME/penstock/corpora.
 
 A folder is named by a digest of all that decides its tokens: the content of the source's files, how rows are read and
-what made tokens of them. Its files are linked into a run's own folder, not used in place: a run stays whole by itself,
-and a cached one takes no space while a run has it. An entry that is damaged, or that somebody else could have written,
-counts as none.
+what made tokens of them. Its files are linked into a run's folder, so that a run stays whole by itself. An entry that
+is damaged, or that somebody else could have written, counts as none.
 """
 
 from __future__ import annotations

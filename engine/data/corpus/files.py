@@ -6,8 +6,7 @@ CRC-32C (uint32) of every BLOCK_BYTES of tokens.bin. Where some token does not c
 comes from. All are little-endian. `meta.json` says what they are, with the checksums of all but the first and
 weights.bin, and one of its own.
 
-The origin of a document is eight bytes in origins.bin: a name's number, whether rows are counted, and the number in the
-file; origins.json has the names.
+The origin of a document is eight bytes: a name's number (of origins.json), whether rows are counted, and the number.
 """
 
 from __future__ import annotations
@@ -287,8 +286,7 @@ class CorpusWriter:
         return len(self._starts) - 1
 
     def append(self, document: str, ids: NDArray[Any], last: bool, weights: NDArray[np.float32] | None = None) -> None:
-        """Add `ids` to the present document, which ends with them where they are its `last`; its origin is then
-        `document`.
+        """Add `ids` to the present document, which ends with its `last` ones; its origin is then `document`.
 
         `weights`, one per id: how much each counts as a target; None: 1.
         """

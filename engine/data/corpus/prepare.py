@@ -199,8 +199,7 @@ def _require_text(
 ) -> Iterator[Sample]:
     """The samples of a source, which is no mixture, refusing one without any text but white space.
 
-    `preparing` reports what is being done, how many documents have been read, and where the sizes of the files are
-    given, how much of them.
+    `preparing` reports what is done, how many documents have been read and, of files whose sizes are given, how much.
     """
     bad = BadRows(config.bad_rows) if bad is None else bad
     progress = Progress(what, sizes or {})
@@ -233,12 +232,10 @@ def _source_fingerprint(config: DataConfig) -> str:
 
 
 def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> TokenCorpus:
-    """The corpus in `folder`; where there is none, or one of another recipe, it is taken from this user's cache, or the
-    source is tokenised.
+    """The corpus in `folder`; where there is none of this recipe, from this user's cache, or tokenised from the source.
 
     What is there is used whatever became of the source since, which the corpus' `notes` tell. Memory stays bounded by a
-    few times 8 MiB of text. Raises UserError for an empty or malformed source, and for another tokenizer than that
-    which made what is there.
+    few times 8 MiB of text. Raises UserError for an empty or malformed source, and for another tokenizer's tokens.
     """
     encoders = [Encoder(part, tokenizer) for part in config.parts]
     settings = _digest([_settings(part) for part in config.parts])

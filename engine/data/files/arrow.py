@@ -15,7 +15,6 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, parse_json, printable, unique_names
 
 Make = Callable[[Any], Any]
-COMPRESSED = False
 _MAGIC = b"ARROW1"
 _BATCH_ROWS = 256  # made into Python's objects at once
 _FEW_BYTES = 32 << 20
@@ -204,8 +203,7 @@ class Bounded:
 
 @contextmanager
 def whole(file: Path) -> Iterator[None]:
-    """What pyarrow raises, and what Python raises of what it was given, is a UserError: the file is damaged, or none
-    of its kind."""
+    """What pyarrow raises, and Python of what it gave, is a UserError: the file is damaged, or none of its kind."""
     try:
         yield
     except UserError:

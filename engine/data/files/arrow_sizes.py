@@ -80,8 +80,7 @@ def _view_bytes(array: Any) -> int:
 
 
 def viewed_bytes(array: Any) -> int:
-    """Bytes of all texts that the views in a pyarrow array lead to; many may lead to the same. Nothing need be sound
-    but its buffers' lengths."""
+    """Bytes of all texts that the views in a pyarrow array, of sound buffers, lead to; many may lead to the same."""
     from pyarrow import BaseExtensionType, types
 
     kind = array.type

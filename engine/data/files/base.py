@@ -10,41 +10,32 @@ import io
 import itertools
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from penstock.engine.data import position
 from penstock.engine.data.samples import BadRows, Row, RowError
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, open_regular, printable, real_path
 
+Read = Callable[[Path, BadRows], Iterator[Row]]
+"""What the module of a container has, `read`: the rows of a file in order, of which only some are in memory at a time.
 
-class Container(Protocol):
-    """What the module of a container has."""
-
-    COMPRESSED: bool
-    """Whether it comes compressed as a whole, `.gz` say; otherwise it does that inside, or not at all."""
-
-    def read(self, file: Path, bad: BadRows) -> Iterator[Row]:
-        """The rows in order, of which only some are in memory at a time.
-
-        What is wrong with one row goes to `bad`; UserError naming the file where no row after it can be read.
-        """
-        ...
-
+What is wrong with one row goes to the BadRows; UserError naming the file where no row after it can be read.
+"""
 
 CONTAINERS = {
-    ".json": "penstock.engine.data.files.json_rows",
-    ".jsonl": "penstock.engine.data.files.json_lines",
-    ".ndjson": "penstock.engine.data.files.json_lines",
-    ".csv": "penstock.engine.data.files.csv_rows",
-    ".tsv": "penstock.engine.data.files.csv_rows",
-    ".parquet": "penstock.engine.data.files.parquet",
-    ".arrow": "penstock.engine.data.files.arrow",
-    ".feather": "penstock.engine.data.files.arrow",
+    ".json": "json_rows",
+    ".jsonl": "json_rows",
+    ".ndjson": "json_rows",
+    ".csv": "csv_rows",
+    ".tsv": "csv_rows",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
 }
-"""Ending of a file's name -> the module of its container."""
+"""Ending of a file's name -> the module of this folder for its container."""
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 LINE_BYTES = 64 << 20
@@ -81,11 +72,11 @@ def read_rows(file: Path, bad: BadRows) -> Iterator[Row]:
             f"{printable(file)}: not a file of rows: its name must end in one of {', '.join(CONTAINERS)} (followed by "
             f"{', '.join(COMPRESSIONS)} if compressed)"
         )
-    reader = cast(Container, importlib.import_module(CONTAINERS[ending]))
-    if file.suffix.lower() in COMPRESSIONS and not reader.COMPRESSED:
+    if file.suffix.lower() in COMPRESSIONS and ending in position.INDEXED:
         raise UserError(f"{printable(file)}: {ending} files cannot be read compressed; decompress it first")
+    read: Read = importlib.import_module(f"{__package__}.{CONTAINERS[ending]}").read
     try:
-        yield from reader.read(file, bad)
+        yield from read(file, bad)
     except OSError as error:
         raise UserError(f"{printable(file)}: cannot be read: {error.strerror or error}") from error
 

@@ -16,7 +16,6 @@ from penstock.engine.data.samples import BadRows, Row, RowError
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, printable
 
-COMPRESSED = True
 _MOST_COLUMNS = 10_000
 
 

@@ -1,6 +1,6 @@
-"""JSON: a list of objects, or one object of which one field is such a list; JSON lines under the name of JSON too.
+"""JSON: a list of objects, or one object of which one field is such a list; or JSON lines, each an object.
 
-The list is decoded element by element, as far as it has been read.
+The list is decoded element by element, as far as it has been read. Files named .json may hold lines too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.engine.data.files import base, json_lines
+from penstock.engine.data.files import base
 from penstock.engine.data.samples import BadRows, Row, RowError
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.untrusted import printable, require_sound, unique_names
+from penstock.storage.files.untrusted import parse_json, printable, require_sound, unique_names
 
-COMPRESSED = True
 _READ_BYTES = 1 << 20
 _ALONE_BYTES = 8 << 20  # of an object on one line, beyond which it is no single row
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -26,10 +25,11 @@ _CUT_CHARS = 12  # of the longest token that a read may have cut, a literal or a
 
 
 def read(file: Path, bad: BadRows) -> Iterator[Row]:
-    if _is_lines(file):
-        yield from json_lines.read(file, bad)
-        return
+    are_lines = base.container_of(file) != ".json" or _is_lines(file)
     with base.open_utf8(file) as stream:
+        if are_lines:
+            yield from _lines(stream, bad, printable(file))
+            return
         text = _Text(stream, printable(file))
         begin = text.next()
         if begin == "[":
@@ -55,6 +55,40 @@ def _is_lines(file: Path) -> bool:
             return len(line) <= _ALONE_BYTES and _list_field(json.loads(line)) is None
         except (ValueError, RecursionError):
             return False
+
+
+def _lines(stream: BinaryIO, bad: BadRows, name: str) -> Iterator[Row]:
+    """A row per line; empty lines are none."""
+    for where, line in base.numbered_lines(stream, name):
+        try:
+            row = _row(line, where)
+        except RowError as error:
+            bad.add(error)
+            continue
+        if row is not None:
+            yield row
+
+
+def _row(line: bytes, where: str) -> Row | None:
+    """None for an empty line. RowError naming `where` for what is no object."""
+    if len(line) > base.LINE_BYTES:
+        raise RowError(f"{where}: a line of more than {base.LINE_BYTES >> 20} MiB; split it into several documents")
+    if not line.strip():
+        return None
+    try:
+        record = parse_json(base.decode_line(line, where), unique=True)
+    except RowError:
+        raise
+    except json.JSONDecodeError as error:
+        raise RowError(
+            f"{where}: not a JSON object: {error.msg}, column {error.pos + 1:,}; each line must be one"
+        ) from error
+    except ValueError as error:
+        raise RowError(f"{where}: not a JSON object: {error}; each line must be one") from error
+    if not isinstance(record, dict):
+        hint = "; put a list of rows in a .json file" if isinstance(record, list) else ""
+        raise RowError(f"{where}: not a JSON object, as each line must be{hint}")
+    return Row(where, record)
 
 
 def _list_field(record: dict[str, Any]) -> str | None:

@@ -13,7 +13,6 @@ from penstock.engine.data.files import base
 from penstock.engine.data.files.arrow import Bounded, require_modest, rows_of, whole
 from penstock.engine.data.samples import BadRows, Row
 
-COMPRESSED = False
 _BATCH_ROWS = 256
 _ONCE_BYTES = 256 << 20
 _BOOLEANS, _BYTE, _NUMBERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12

@@ -38,8 +38,7 @@ def find_splits(root: Path) -> dict[str, list[Path]]:
     """Split -> its files, sorted; `train` alone where nothing distinguishes splits. Empty for a folder without rows.
 
     Splits are what `datasets` saved as such or a hub's README.md lists; else they follow from the hub's names of files,
-    or by a word such as train, val or test in a file's name or its folder's. UserError for a folder with rows in
-    several kinds of files.
+    or by a word such as train, val or test in a path. UserError for a folder with rows in several kinds of files.
     """
     if not root.is_dir():
         return {TRAIN: [root]}

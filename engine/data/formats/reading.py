@@ -60,8 +60,7 @@ def read_samples(config: DataConfig, bad: BadRows | None = None, progress: Progr
     """The source's samples in order, at most `config.max_documents` documents; texts that are empty are skipped.
 
     Of a mixture those of its parts, one after the other. What becomes of a bad row is `bad`'s to say, without it
-    `config.bad_rows`. `progress` follows the reader. Raises UserError naming the file (and line) of what
-    cannot be read.
+    `config.bad_rows`. `progress` follows the reader. Raises UserError naming file (and line) of what cannot be read.
     """
     bad = bad or BadRows(config.bad_rows)
     for part in config.parts:

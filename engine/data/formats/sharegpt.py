@@ -1,7 +1,6 @@
 """ShareGPT's conversations: `conversations`, each with `from` and `value`; `system` and `tools` beside them.
 
-`role` and `content` in their place are read as well, and what else a message has. A `function_call` is JSON with
-`name` and `arguments`.
+`role` and `content` are read as well, and what else a message has. A `function_call` is JSON: `name`, `arguments`.
 """
 
 from __future__ import annotations

@@ -110,8 +110,7 @@ def num_documents(longest: int) -> int:
 def documents(config: DataConfig) -> Iterator[Ids]:
     """`config.max_documents` haystacks, all of the curriculum's if none: those to train on, then those to hold out.
 
-    These are as many of each length of TESTED up to `config.sequence_length`, shorter ones first. UserError where a
-    row is too short for a haystack.
+    These are as many of each length of TESTED up to `config.sequence_length`. UserError where a row is too short.
     """
     longest = config.sequence_length
     if longest < _SHORTEST:

@@ -4,10 +4,9 @@ What is trained of an assistant's turn is what the model has to write: the text 
 the next message begins, so the token that ends the turn is trained, and the line's end behind it where the template
 writes one. Templates with `{% generation %}` say it themselves, and those that are published say the same.
 
-The text is what `apply_chat_template` makes of the messages as they are, but for what templates take in one of two
-forms: content in parts is joined for one that takes texts only, the JSON text of a call's arguments becomes an object
-for one that makes JSON of it, and functions as they were called before there were tools become tools for one that knows
-these alone.
+The text is what `apply_chat_template` makes of the messages, but for what templates take in one of two forms: content
+in parts is joined for one that takes texts only, the JSON text of a call's arguments becomes an object for one that
+makes JSON of it, and functions as they were called before become tools for one that knows these alone.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ _KILLED = (
 def encode_all(encoder: Encoder, samples: Iterator[Sample]) -> Iterator[Encoded]:
     """All of `samples` in order; what cannot be used goes to `encoder.bad`.
 
-    What is in memory at a time is bounded by a few batches. Raises UserError as the encoder does. However it ends, no
-    process is left behind.
+    What is in memory is bounded by a few batches. Raises UserError as the encoder does. No process is left behind.
     """
     for batch in islice(batches(samples, BATCH_CHARS), SERIAL_BATCHES):
         yield from encoder.encode(batch)
@@ -146,8 +145,7 @@ def main() -> None:
     """What a process does: an Encoder comes on its standard input, then batches of samples, until it ends.
 
     Its answers, or the errors in their place, go to standard output, pickled like what it is given. It ends with the
-    process that began it, as its input ends then; what the terminal sends to all of its processes, control-C, it leaves
-    to that one.
+    process that began it, as its input ends then, and leaves control-C to that one.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")

@@ -49,8 +49,7 @@ class Limits:
 
     @contextmanager
     def bounded(self, where: str, messages: Sequence[object] = (), tools: object = ()) -> Iterator[None]:
-        """Compile the template or render `messages`. TemplateLimitError, with `where` before it, when it takes too long
-        or too much.
+        """Compile the template or render `messages`. TemplateLimitError, naming `where`, when it takes too much.
 
         In the main thread only: no other receives signals, and the limit is the process's, in which the main thread may
         load PyTorch meanwhile. Another thread renders what a recipe names for a tokenizer that is trained here.

@@ -211,8 +211,7 @@ def _refusing(what: str) -> Iterator[None]:
 def load_tokenizer(path: Path) -> TextTokenizer:
     """The tokenizer of a Hugging Face folder, or of a `tokenizer.json` (its folder's other files count as well).
 
-    Reads local files only, runs no code that the folder brings along. Raises UserError when there is none, or when it
-    cannot be read.
+    Reads local files only, runs no code of the folder. Raises UserError when there is none, or it cannot be read.
     """
     folder = path.parent if path.name == "tokenizer.json" else path
     if not folder.is_dir() or (folder != path and not path.is_file()):
@@ -258,8 +257,7 @@ def _require_readable(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def _growth(part: Any) -> float:
-    """How many times as long a part of a tokenizer.json can make a text, at most; steps compound where one replaces
-    what another may have made."""
+    """How many times as long a part of a tokenizer.json can make a text, at most; steps may compound."""
     times, made = 1.0, ""
     for step in _steps(part):
         texts = [text for key in ("content", "prepend") if isinstance(text := step.get(key), str)]

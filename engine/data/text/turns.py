@@ -47,8 +47,7 @@ class Template(NamedTuple):
 class View:
     """A conversation under one template.
 
-    Attributes: `text`; `messages`; `generated`, the spans (start, stop) that generation markers tell, None where the
-    template has none.
+    Attributes: `text`; `messages`; `generated`, the spans (start, stop) of generation markers, None where it has none.
     """
 
     def __init__(
@@ -167,8 +166,7 @@ class View:
         )
 
     def _stop(self, turn: int, start: int, trained: str) -> int:
-        """Where the next message begins; behind the special token that it begins with where nothing else ends the turn,
-        as in GLM's templates."""
+        """Where the next message begins; behind its first special token where that ends the turn, as in GLM's."""
         if turn + 1 == len(self.messages):
             return len(self.text) - len(self._prompt_behind(start))
         upto, _ = self._render(self.messages[: turn + 1])
@@ -272,8 +270,7 @@ class View:
     # What the template shows
 
     def fault(self) -> FormError | None:
-        """What is wrong with the form of contents and arguments: the template prints Python's form of them, or JSON of
-        JSON."""
+        """What is wrong with the form of contents and arguments: they come out in Python's form, or as JSON of JSON."""
         for number, message in enumerate(self.messages):
             content, what = message.get("content"), ""
             if isinstance(content, list) and str(content) in self.text:

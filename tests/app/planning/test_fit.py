@@ -15,7 +15,7 @@ from penstock.app.planning.catalogue import NAMES, known_model
 from penstock.app.planning.fit_view import print_fit
 from penstock.app.planning.plan import plan_stages
 from penstock.app.recipes.recipe import apply_overrides, from_dict, load_recipe
-from penstock.engine.machine.here import is_assumed, machine_here
+from penstock.engine.machine.here import machine_here
 from penstock.engine.machine.presets import PRESETS
 from penstock.storage.files.errors import UserError
 
@@ -108,7 +108,7 @@ def test_the_first_context_that_does_not_fit_says_what_would() -> None:
 
 def test_this_machine_is_planned_by_its_real_sizes_until_it_is_probed(tmp_path: Path) -> None:
     machine = machine_here(tmp_path)
-    assert is_assumed(machine)
+    assert machine.is_assumed
     assert machine.power_w is None
     assert 0 < machine.gpu_bytes < machine.ram_bytes
     assert machine.nvme_bytes > 0
