@@ -89,8 +89,7 @@ def _read(store: NvmeStore, array: ArraySpec, start: int, numel: int) -> Tensor:
 def read_dcp(folder: Path, record: layout.Record, spec: ModelSpec, recipe: Recipe, run_dir: Path) -> int:
     """Make the state of a new run in `run_dir` from the DCP checkpoint in `folder`; the step that it is at.
 
-    Raises UserError for a checkpoint of another model or a damaged one, and when the state does not fit the disk; a
-    generation is there only when all of it is.
+    Raises UserError for another model's or a damaged checkpoint, and for a full disk; then no generation is there.
     """
     optimizer = find_optimizer(recipe.train)
     layout.require_intact(folder)

@@ -81,8 +81,7 @@ def whole(norm: Tensor) -> Tensor:
 def target_logits(model: PreTrainedModel, part: Part) -> Tensor:
     """The model's forward on a part of a micro-batch, and its logits [n, vocab] of the tokens that have a target.
 
-    Documents laid end to end are separated by their positions, which begin at 0 in each: transformers masks by
-    them, or attention does that is spread over ranks.
+    Documents laid end to end are told apart by positions, which begin at 0 in each, or by attention spread over ranks.
     """
     inputs: dict[str, Any] = {"input_ids": part.ids, "use_cache": False}
     accepts = inspect.signature(model.forward).parameters

@@ -102,8 +102,7 @@ def cut_pieces(
 ) -> Pieces:
     """The pieces of documents from `starts` to `stops` [documents], none longer than `capacity` tokens.
 
-    Of a document that is longer, pieces without a target that counts by the tokens' `weights` are left out: they would
-    change no gradient, and a step of such rows alone would have no loss.
+    Of a longer document, pieces without a target that counts by `weights` are left out: they train nothing.
     """
     long = stops - starts > capacity
     if how == "cut":
@@ -143,8 +142,7 @@ def mixture_parts(documents: Indices, part_documents: Sequence[int], weights: Se
 def _drawn(part: Part, number: int, seed: int, epoch: int) -> Indices:
     """The documents of a part that an epoch has, ascending.
 
-    The part is gone through in an order of its own, over and over, `weight` times an epoch: after any number of epochs
-    no document has come more than once more than another.
+    It is gone through in its own order, `weight` times an epoch: none comes more than once more than another.
     """
     count = part.stop - part.first
     begin, end = (round(Fraction(repr(part.weight)) * count * at) for at in (epoch, epoch + 1))
@@ -282,8 +280,7 @@ def split_documents(num_documents: int, held_out: int, seed: int, order: Order =
 def rows_per_epoch(
     corpus: TokenCorpus, config: DataConfig, sequence_length: int, *, one_document_per_row: bool = False
 ) -> int:
-    """Rows of `sequence_length` that the first epoch of training fills; of a large packed corpus about so many, and of
-    one whose documents wrap at most so many."""
+    """Rows that the first epoch of training fills; of a large packed corpus about so many, of a wrapped one at most."""
     starts, stops = corpus.starts[:-1], corpus.starts[1:]
     documents = np.arange(len(starts))
     if config.validation_documents is not None:

@@ -123,8 +123,7 @@ def drop_implementation(config: PretrainedConfig) -> None:
 
 
 def without_implementation(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values of a config.json without what `drop_implementation` drops, and without the name of a file of weights,
-    which an export does not have; the names of what was left out."""
+    """The values of a config.json without what `drop_implementation` drops and files of weights; the names left out."""
     left = [name for name, value in values.items() if name in _HOW or (name == "return_dict" and value is False)]
     kept = {name: value for name, value in values.items() if name not in left}
     for name, value in kept.items():

@@ -48,8 +48,7 @@ class ConversionPlan:
     """All conversions of one checkpoint for `model` (on the meta device).
 
     Attributes: `conversions`, in the checkpoint's natural order; `unused`, the tensors that the model has no use for;
-    `shapes`, those of the model's tensors by state-dict name. Raises UserError naming the first tensor that is
-    missing or has another shape than `model` makes it.
+    `shapes`, of the model's tensors by name. Raises UserError for the first that is missing or of another shape.
     """
 
     def __init__(self, model: PreTrainedModel, reader: CheckpointReader) -> None:
@@ -72,8 +71,7 @@ class ConversionPlan:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def revert(self, conversion: Conversion, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that an export writes, by the checkpoint's names, or the model's where those cannot be had back,
-        from the model's `tensors`, by state-dict name."""
+        """What an export writes for the model's `tensors`, by the checkpoint's names, or by the model's."""
         if conversion.transform is None:
             return {conversion.sources[0]: tensors[conversion.targets[0]]}
         if not conversion.exported:

@@ -17,8 +17,7 @@ _RELATIVE = re.compile(rb"^\s*(?:import\s+\.(\w+)\s*$|from\s+\.(\w+)\s+import\b)
 
 
 def named_code(folder: Path, files: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
-    """The files of `folder` that `auto_map` names in `files` (JSON by name), and those that these import, by name; and
-    the names of those that are not there."""
+    """The files of `folder` that `auto_map` in `files` names, or these import, by name; and names of missing ones."""
     texts = [content for name, content in files.items() if name.endswith(".json")]
     wanted = [f"{module}.py" for content in texts for module in _modules(content)]
     result: dict[str, bytes] = {}

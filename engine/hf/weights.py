@@ -72,13 +72,11 @@ class NewRows(NamedTuple):
 
 
 def import_blocks(layout: CheckpointLayout, new_rows: NewRows | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Every buffer of the spec in order with its fp32 parameters by state-dict name; one block is in memory at a time.
-    Of a model with an adapter only the base's.
+    """Every buffer of the spec, or its base, in order with fp32 parameters by name; a block is in memory at a time.
 
     `new_rows`: of the tables by token id, which may be smaller in the checkpoint.
 
-    Before the first tensor is read, raises UserError naming tensor and file when a tensor has a dtype that fp32 does
-    not hold exactly; while reading, when tied tensors differ.
+    Raises UserError at once for a tensor of a dtype that fp32 does not hold; while reading, when tied tensors differ.
     """
     for name in layout.trained:
         if (dtype := layout.reader.tensors[name][0]) not in FLOAT_DTYPES:
@@ -283,8 +281,7 @@ def export_folder(
     `stored`: the origin's config where its tables have fewer rows. `convert`: trained tensors are in `dtype` with an
     origin too, and its config says so. A file of weights has at most `max_shard_bytes`.
 
-    Raises UserError when `out_dir` holds files already or cannot be written, when the origin is gone, and for a value
-    that float16 does not hold; what a failure leaves is no model.
+    Raises UserError for an `out_dir` that has files, a full disk, a lost origin and values that float16 does not hold.
     """
     was_there = out_dir.exists()
     require_writable(out_dir)
@@ -355,12 +352,13 @@ class _Export:
         empty = {name: tensor.to("meta") for name, tensor in constants.items()}
         for params in self.spec.buffers.values():
             empty |= {param.name: torch.empty(param.shape, dtype=dtype, device="meta") for param in params}
-        laid_out = revert_weight_conversion(model, empty)
-        tensors = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in laid_out.items()]
+        saved = revert_weight_conversion(model, empty).items()
+        tensors = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in saved]
 
         def made(block: str, params: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
             rounded = {name: self._rounded(name, tensor, dtype) for name, tensor in params.items()}
-            return revert_weight_conversion(model, rounded).items()
+            laid_out: dict[str, Tensor] = revert_weight_conversion(model, rounded)
+            return laid_out.items()
 
         self._write(tensors, revert_weight_conversion(model, constants).items(), made)
         config = copy.deepcopy(self.spec.config)

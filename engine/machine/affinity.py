@@ -1,8 +1,7 @@
 """Which CPUs a run's threads use on a machine with a GPU: those of the GPU's NUMA node, in three sets.
 
 A lane's thread only hands out work, but where it is late the GPU stands still. So the lanes have a few cores to
-themselves, the drives' threads, which compute checksums, some others, and the optimizer's the rest of the node, whose
-memory the pinned arena is taken from.
+themselves, the drives' threads, which compute checksums, some others, and the optimizer's the rest of the node.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ they use the optimizer's. A core reads and checks some 5 GB/s (docs/results/stor
 class Placement:
     """CPUs of a run's threads."""
 
-    node: int | None
-    """NUMA node of the GPU; None where the machine does not say."""
     lanes: frozenset[int]
     """CPUs of the threads that hand out work."""
     drives: frozenset[int]
@@ -88,7 +85,7 @@ def placement(pci_address: str, allowed: frozenset[int], sysfs: Path = SYSFS) ->
     last = len(cores) - min(DRIVE_CORES, len(cores) // 8)
     lanes, rest = (frozenset[int]().union(*some) for some in (cores[:count], cores[count:last]))
     drives = frozenset[int]().union(*cores[last:]) or rest
-    return Placement(node if near else None, lanes, drives, rest, last - count)
+    return Placement(lanes, drives, rest, last - count)
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -76,8 +76,7 @@ class Compilation(NamedTuple):
 
 
 def find_compilation(train: TrainConfig, device: torch.device, report: Callable[[str], None]) -> Compilation:
-    """What train.compile asks for and this machine can do; what it cannot do is reported in a line each, and a
-    UserError where train.compile is on."""
+    """What train.compile asks for and can be had; what cannot is reported, or a UserError if it is on."""
     if train.compile == "off":
         return Compilation(layers=False, optimizer=False)
     layers, optimizer = layers_compile(device), optimizer_compiles()

@@ -82,26 +82,24 @@ def too_old(name: str, capability: tuple[int, int], arch_list: Sequence[str], co
     return None
 
 
-class DeviceSettings:
+class DeviceSettings(contextlib.ExitStack):
     """Process-wide settings of torch for one run; `restore` undoes them. Use `configure`."""
 
-    def __init__(self) -> None:
-        self._undo = contextlib.ExitStack()
-        self.message: str | None = None
-        """What of the GPU the run may use, in words."""
+    message: str | None = None
+    """What of the GPU the run may use, in words."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         self.call(lambda new: setattr(owner, name, new), getattr(owner, name), value)
 
     def call(self, setter: Callable[[Any], Any], before: Any, value: Any) -> None:
         """Call `setter` with `value` now and with `before` at the end."""
-        self._undo.callback(setter, before)
+        self.callback(setter, before)
         setter(value)
 
     def restore(self) -> None:
         """Undo everything, last first; a GPU that has failed takes no settings any more."""
         with contextlib.suppress(RuntimeError):
-            self._undo.close()
+            self.close()
 
 
 def configure(device: torch.device, gpu_budget_bytes: int, *, deterministic: bool) -> DeviceSettings:

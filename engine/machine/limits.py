@@ -29,8 +29,7 @@ GIB = 2**30
 RAM_RESERVE = (2 * GIB, 0.08, 48 * GIB)
 """Least bytes, share of all RAM, most bytes left to the system, to this process itself and to its compilers."""
 UNIFIED_RESERVE = (4 * GIB, 0.12, 24 * GIB)
-"""The same where the GPU has no memory of its own: what it took cannot be swapped, and a machine that runs out of it
-stands still with its display and its shells."""
+"""The same where the GPU has no memory of its own: what it took cannot be swapped, and the machine would freeze."""
 GPU_RESERVE = (768 * 2**20, 0.03, 4 * GIB)
 """Left for what CUDA loads later (kernels, libraries) and for what else uses this GPU."""
 DISK_RESERVE = (1 * GIB, 0.02, 64 * GIB)

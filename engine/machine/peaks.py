@@ -58,6 +58,5 @@ def peak_flops(name: str) -> float | None:
 
 
 def utilisation(flops: float, seconds: float, peak: float | None) -> float | None:
-    """`flops` over what the GPU could have done: MFU of what the tokens need (forecast.flops.model_flops), HFU of what
-    was computed, recompute too (executed_flops)."""
+    """`flops` over what the GPU could have done: MFU of what the tokens need, HFU of all that was computed."""
     return None if peak is None else flops / (seconds * peak)

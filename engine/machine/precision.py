@@ -20,8 +20,7 @@ def with_compute_dtype(train: TrainConfig, device: torch.device | str) -> TrainC
 
 
 def usual_dtype(device: torch.device | str) -> Literal["bfloat16", "float32"]:
-    """What train.compute_dtype=auto stands for on a device of this machine; as a text it is cpu, which is this
-    machine's as well, or cuda, any GPU that is new enough."""
+    """What train.compute_dtype=auto stands for on a device; as a text: this machine's cpu, or any new enough cuda."""
     if isinstance(device, str):
         able = device == "cuda" or cpu_has_bfloat16()
     elif device.type == "cuda":

@@ -131,20 +131,15 @@ def gpu_rates(gpu: str, peak: float) -> dict[str, Any]:
     return {"matmul_flops": peak * matmul, "attention": attention_rates(peak, attention)}
 
 
-class _Drives(NamedTuple):
-    """Equal drives of a preset, and what its note calls them."""
+_Drives = tuple[Drive, int, str]
+"""A drive of a preset, how many of them, and what its note calls them."""
 
-    each: Drive
-    number: int
-    words: str
-
-
-_ONE_990 = _Drives(SAMSUNG_990_PRO, 1, "one Samsung 990 PRO of 4 TB, writing past its cache")
-_TWO_990 = _Drives(SAMSUNG_990_PRO, 2, "two Samsung 990 PRO of 4 TB, writing past their cache")
-_TWO_A3 = _Drives(SAMSUNG_PM9A3, 2, "two Samsung PM9A3 of 7.68 TB")
-_TWO_1743 = _Drives(SAMSUNG_PM1743, 2, "two Samsung PM1743 of 15.36 TB")
-_FOUR_1743 = _Drives(SAMSUNG_PM1743, 4, "four Samsung PM1743 of 15.36 TB")
-_UNNAMED = _Drives(UNNAMED_4TB, 1, "one 4 TB NVMe, its rates and endurance not published")
+_ONE_990 = (SAMSUNG_990_PRO, 1, "one Samsung 990 PRO of 4 TB, writing past its cache")
+_TWO_990 = (SAMSUNG_990_PRO, 2, "two Samsung 990 PRO of 4 TB, writing past their cache")
+_TWO_A3 = (SAMSUNG_PM9A3, 2, "two Samsung PM9A3 of 7.68 TB")
+_TWO_1743 = (SAMSUNG_PM1743, 2, "two Samsung PM1743 of 15.36 TB")
+_FOUR_1743 = (SAMSUNG_PM1743, 4, "four Samsung PM1743 of 15.36 TB")
+_UNNAMED = (UNNAMED_4TB, 1, "one 4 TB NVMe, its rates and endurance not published")
 
 
 def _preset(
@@ -158,12 +153,12 @@ def _preset(
     duplex_share: float | None = None,
 ) -> Machine:
     """A machine from raw figures of data sheets; `ram`: bytes and GB/s, which bound a link, alone or both ways."""
-    peak, sheet, (ram_bytes, ram_gb_per_s) = peak_of(gpu), _SHEETS[gpu], ram
+    peak, sheet, (ram_bytes, ram_gb_per_s), (drive, count, words) = peak_of(gpu), _SHEETS[gpu], ram, drives
     assert peak is not None, gpu
     link = min(sheet.link_gb_per_s, ram_gb_per_s)
     return Machine(
         name=name,
-        source=f"data sheets, not measured; {note}; {drives.words}",
+        source=f"data sheets, not measured; {note}; {words}",
         gpu=gpu,
         gpu_bytes=sheet.gpu_bytes,
         ram_bytes=ram_bytes,
@@ -175,8 +170,8 @@ def _preset(
         duplex_share=duplex_share or min(PCIE_DUPLEX_SHARE, ram_gb_per_s / (2 * link)),
         gpu_copy_bytes_per_s=sheet.gb_per_s * GB * MEMORY_SHARE,
         ram_copy_bytes_per_s=ram_gb_per_s * GB * MEMORY_SHARE,
-        drives=(drives.each,) * drives.number,
-        drives_share=DRIVES_SHARE if drives.number > 1 else 1.0,
+        drives=(drive,) * count,
+        drives_share=DRIVES_SHARE if count > 1 else 1.0,
         drive_duplex_share=DRIVE_DUPLEX_SHARE,
         optimizer_params_per_s=ram_gb_per_s * GB * MEMORY_SHARE / OPTIMIZER_BYTES,
         power_w=sheet.power_w,
@@ -247,8 +242,7 @@ def generic_gpu(name: str) -> Machine:
 
 
 def find_machine(name_or_path: str) -> Machine:
-    """The preset of that name, or the machine of a profile file. UserError with the nearest presets' names where there
-    is neither, and for a file that is no profile."""
+    """The preset of that name, or the machine of a profile file. UserError with near names, or for a broken file."""
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path).expanduser()

@@ -93,8 +93,7 @@ GPU_SIZES = Sizes(
 
 
 def matmul_flops(device: torch.device, sizes: Sizes, seconds: float) -> float:
-    """FLOP/s of the products of a layer's matrices with a chunk, forward and both gradients, in the dtype that
-    train.compute_dtype=auto takes on this machine."""
+    """FLOP/s of a layer's products with a chunk, forward and both gradients, in this device's usual dtype."""
     dtype = getattr(torch, usual_dtype(device))
     total_s = flops = 0.0
     for matrix in sizes.matrices:
@@ -107,8 +106,7 @@ def matmul_flops(device: torch.device, sizes: Sizes, seconds: float) -> float:
 def products_of(
     matrix: tuple[int, ...], rows: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Callable[[], object]]:
-    """A matrix's product with rows [rows, in_features], and those that give its gradient and theirs, into memory that
-    is there already. `matrix`: its (out_features, in_features)."""
+    """A matrix's (out_features, in_features) product with rows [rows, in_features], and those of both gradients."""
     out_features, in_features = matrix
     weight = random_operand((out_features, in_features), device, dtype)
     x, dy = (random_operand((rows, width), device, dtype) for width in (in_features, out_features))

@@ -3,8 +3,7 @@
 `tokens.bin` holds the ids of all documents end to end, `documents.bin` where each begins (int64), `tokens.crc32c` the
 CRC-32C (uint32) of every BLOCK_BYTES of tokens.bin. Where some token does not count 1 as a target there is
 `weights.bin` too, float32 per token, with `weights.crc32c`. `origins.bin` and `origins.json` say where each document
-comes from. All are little-endian. `meta.json` says what they are, with the checksums of all but the first and
-weights.bin, and one of its own.
+comes from, `meta.json` what they are, with checksums of all but tokens.bin and weights.bin. All are little-endian.
 
 The origin of a document is eight bytes: a name's number (of origins.json), whether rows are counted, and the number.
 """
@@ -174,19 +173,18 @@ class TokenCorpus:
             raise damage(path, f"it has CRC-32C {crc} instead of {wanted} as written")
         return content
 
-    def _array(self, name: str, length: int) -> NDArray[np.int64]:
-        content = self._read(name, 8 * length)
-        if len(content) != 8 * length:
-            raise damage(self.folder / name, f"it is not an array of {length:,} numbers")
-        return np.frombuffer(content, dtype="<i8")
+    def _array(self, name: str, length: int, dtype: str = "<i8", what: str = "numbers") -> NDArray[Any]:
+        num_bytes = length * np.dtype(dtype).itemsize
+        content = self._read(name, num_bytes)
+        if len(content) != num_bytes:
+            raise damage(self.folder / name, f"it is not an array of {length:,} {what}")
+        return np.frombuffer(content, dtype)
 
     def _spans(self, name: str, dtype: str, sums: str, wrong: Callable[[NDArray[Any]], str | None]) -> SpanFile:
         blocks = -(-self.info.num_tokens * np.dtype(dtype).itemsize // BLOCK_BYTES)
-        content = self._read(sums, 4 * blocks)
-        if len(content) != 4 * blocks:
-            raise damage(self.folder / sums, f"it is not an array of {blocks:,} checksums")
+        of_blocks = self._array(sums, blocks, "<u4", "checksums")
         try:
-            return SpanFile(self.folder / name, dtype, self.info.num_tokens, np.frombuffer(content, "<u4"), wrong)
+            return SpanFile(self.folder / name, dtype, self.info.num_tokens, of_blocks, wrong)
         except OSError as error:
             raise damage(self.folder / name, f"it cannot be read ({error})") from error
 

@@ -117,8 +117,7 @@ def cancel_text_ahead() -> None:
 def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Path) -> TextTokenizer:
     """`config.tokenizer`, else the model folder's, else one trained on the source and saved in `folder`.
 
-    Training is repeated only when the source's files or the wanted vocabulary differ from those of `folder`; never
-    where there is a corpus beside it that it has made tokens of.
+    It is trained again only for other files or another vocabulary, and never where a corpus beside it has its tokens.
     """
     given = _given_tokenizer(config, model_folder)
     if given is not None:

@@ -1,8 +1,7 @@
 """How much files of Arrow's become: some kilobytes can hold gigabytes of repetition.
 
-A batch as Python's objects, and compressed messages before any memory is allocated for them. The layout is that of
-Arrow's IPC format: a message is a length, a FlatBuffers table of so many bytes, and a body; each compressed buffer of
-the body begins with its uncompressed length.
+A batch as Python's objects, and compressed messages before memory is allocated for them. In Arrow's IPC format a
+message is a length, a FlatBuffers table and a body, whose compressed buffers begin with their uncompressed length.
 """
 
 from __future__ import annotations

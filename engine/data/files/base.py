@@ -46,8 +46,7 @@ _MOST_EMPTY = 1_000_000
 
 MOST_TIMES = 250
 FEW_BYTES = 256 << 20
-"""A file that becomes more than so many times its size when it is decompressed, and more than so much, only repeats
-itself: some kilobytes can be gigabytes."""
+"""What becomes so many times larger than its file, and more than so much, only repeats itself."""
 
 _PIECE_BYTES = 1 << 20
 _BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)

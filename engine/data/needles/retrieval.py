@@ -1,9 +1,8 @@
 """Needles in text: prompts of a wanted length in which a few sentences hide numbers that the model must give.
 
 As RULER (arXiv 2404.06654) defines its tasks: `single` hides one needle, `multikey` three others beside the one that
-counts, `multivalue` four numbers of the one key. An answer counts by the share of the wanted numbers that are
-anywhere in it. The text around them is made on the spot, of sentences that say nothing: an essay of many different
-ones, or the noise of a few that repeat.
+counts, `multivalue` four numbers of the one key. An answer counts by the share of the wanted numbers in it. The text
+around them is made on the spot: an essay of many different sentences, or the noise of a few that repeat.
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ def questions(
 ) -> Iterator[Question]:
     """The questions, shorter ones first: the same ones for the same tokenizer.
 
-    `count`: tokens of a text; `measure`: of a question's whole prompt, as the model will read it. UserError for a
-    length that is too short for what is hidden and the question.
+    `count`: tokens of a text; `measure`: of a question's whole prompt. UserError for a length that is too short.
     """
     sizes: dict[str, int] = {}
 

@@ -40,8 +40,8 @@ class Encoder:
     template makes of it: nothing is put before it, and the end-of-text token behind it only where the template ends an
     assistant's last turn with no special token at all. Ids are taken as they are.
 
-    Attributes: `bad`, the samples that were left out, counted (or refused); `unread`, what conversations that were
-    `noticed` have and the chat template does not read; `adds_bos`.
+    Attributes: `bad`, the samples that were left out, counted (or refused); `unread`, what `noticed` conversations have
+    and the chat template does not read; `adds_bos`.
     """
 
     def __init__(self, config: DataConfig, tokenizer: TextTokenizer) -> None:

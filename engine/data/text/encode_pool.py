@@ -1,7 +1,6 @@
 """Samples to tokens by as many processes as there are processors, where one does not do.
 
-Rendering a chat template is Python, and takes most of the time that a conversation takes. The threads of a fast
-tokenizer are enough for plain text.
+Rendering a chat template is Python, and takes long. For plain text the threads of a fast tokenizer are enough.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ _FEW_MESSAGES = 100
 MESSAGE_S = 0.05
 """What a message may take of it where there are many conversations: all of them together may take `CPU_S` more."""
 CHAR_S = 1e-6
-"""And a character of the conversation for each message: five times what a page of tools takes that a template writes as
-indented JSON, the slowest that published ones do."""
+"""And a character of the conversation for each message: five times what the slowest published templates take."""
 MORE_BYTES = 512 << 20
 """On top of what the process has, and of `_MOST_TIMES` the conversation in Python's widest characters."""
 _CHAR_BYTES = 4

@@ -322,8 +322,7 @@ _TEXT = "It's 12345 o'clock:\n\n  the  naïve Ünicode\t“text” 한국어, an
 def read_otherwise(tokenizer: TextTokenizer, model_type: str) -> str | None:
     """What is to be said where transformers makes another tokenizer of an export's files; None where it makes the same.
 
-    AutoTokenizer goes by the model's type as well as by the files: beside a qwen2, say, it puts Qwen's own way of
-    cutting text in the place of the one in tokenizer.json.
+    AutoTokenizer goes by the model's type as well: beside a qwen2, say, it takes Qwen's own way of cutting text.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)

@@ -23,9 +23,8 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 def turn_ends(templates: Mapping[str, str], tokenizer: TextTokenizer) -> frozenset[int]:
     """The added tokens that end an assistant's turn, whichever of the `templates` (by name) renders it.
 
-    Those behind the last answer, behind one that is followed by a question, and behind calls of tools, which some
-    templates end differently. A token that also stands within a turn, as between thoughts and answer, is none. Empty
-    where turns end with text, or the templates render none of these.
+    Those behind the last answer, behind one before a question, and behind calls of tools, which some templates end
+    differently; none that also stands within a turn. Empty where turns end with text, or none of these is rendered.
     """
     result, inside = set[int](), set[int]()
     for name, text in templates.items():

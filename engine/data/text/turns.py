@@ -64,8 +64,7 @@ class View:
     def _render(
         self, messages: Messages, *, prompt: bool = False, goes_on: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Messages with the generation `prompt` behind them, or without; `goes_on`: up to the end of the last one's
-        text. And the spans that markers tell."""
+        """Messages, with the generation `prompt`, or up to the last one's text if it `goes_on`; and markers' spans."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         refused: str | None = None

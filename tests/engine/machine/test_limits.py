@@ -214,21 +214,20 @@ def test_two_sockets_with_hyperthreads(tmp_path: Path) -> None:
     root = sockets(tmp_path, {0: "0-31,64-95", 1: "32-63,96-127"}, 1, siblings)
     lanes, drives = cpus(range(32, 36), range(96, 100)), cpus(range(60, 64), range(124, 128))
     optimizer = cpus(range(36, 60), range(100, 124))
-    assert placement(GPU, cpus(range(128)), root) == Placement(1, lanes, drives, optimizer, optimizer_threads=24)
+    assert placement(GPU, cpus(range(128)), root) == Placement(lanes, drives, optimizer, optimizer_threads=24)
 
 
 def test_only_cpus_that_the_process_may_use(tmp_path: Path) -> None:
     root = sockets(tmp_path / "two", {0: "0-7", 1: "8-15"}, 0)
     found = placement(GPU, cpus(range(4, 12)), root)
-    assert found == Placement(0, cpus(range(4, 5)), cpus(range(5, 8)), cpus(range(5, 8)), optimizer_threads=3)
+    assert found == Placement(cpus(range(4, 5)), cpus(range(5, 8)), cpus(range(5, 8)), optimizer_threads=3)
     for allowed in (cpus(range(8, 16)), cpus(range(100, 108))):  # kept off the GPU's node
         found = placement(GPU, allowed, root)
-        assert found.node is None
         assert found.lanes | found.drives | found.optimizer == allowed
         assert len(found.lanes) == 2
     found = placement(GPU, cpus(range(16)), tmp_path)  # a machine that does not say
-    assert found == Placement(None, cpus(range(4)), cpus(range(14, 16)), cpus(range(4, 14)), optimizer_threads=10)
-    assert placement(GPU, cpus(range(16)), sockets(tmp_path, {}, -1)).node is None
+    assert found == Placement(cpus(range(4)), cpus(range(14, 16)), cpus(range(4, 14)), optimizer_threads=10)
+    assert placement(GPU, cpus(range(16)), sockets(tmp_path, {}, -1)) == found
     assert placement(GPU, cpus(range(3)), tmp_path) is None, "too few to share out"
 
 
@@ -237,7 +236,7 @@ def test_lanes_run_where_they_are_placed() -> None:
     assert place_threads(torch.device("cpu")) is None, "on CPU nothing is bound"
     before = os.sched_getaffinity(0)
     one, other = frozenset({min(before)}), frozenset({max(before)})
-    where = Placement(None, lanes=one, drives=other, optimizer=other, optimizer_threads=3)
+    where = Placement(lanes=one, drives=other, optimizer=other, optimizer_threads=3)
     seen: dict[str, tuple[set[int], int]] = {}
 
     def perform(op: Op) -> None:
