@@ -322,10 +322,7 @@ class ValidationSet:
         self._start = loader.cursor
         self._most = most
         self.num_documents = num_documents
-        self.num_micro_batches = self.num_targets = 0
-        for micro_batches_of_pass in self.passes(1):
-            self.num_micro_batches += len(micro_batches_of_pass)
-            self.num_targets += sum(m.num_targets for m in micro_batches_of_pass)
+        self.num_targets = sum(m.num_targets for micro_batches in self.passes(1) for m in micro_batches)
         if not self.num_targets:
             raise UserError(
                 f"data.validation_documents: the {num_documents} held-out documents have no token to predict; hold "

@@ -94,16 +94,15 @@ def run_budgets(
     *,
     new: bool,
     others: Sequence[Reserved] = (),
-    root: Path = Path("/"),
 ) -> Budgets:
     """What a run on this machine may use: what its recipe says, else what is really free.
 
-    `new`: nothing of the run is on the drives yet. `others`: what other runs have reserved. `root`: where memory is
-    looked at. Raises UserError for budgets beyond what the machine has at all.
+    `new`: nothing of the run is on the drives yet. `others`: what other runs have reserved. Raises UserError for a
+    budget beyond what the machine has at all.
     """
     gpu, ram, nvme = config.given()
-    free = free_budgets(device, gpu=gpu, ram=ram, others=others, root=root)
-    total = total_memory(root)
+    free = free_budgets(device, gpu=gpu, ram=ram, others=others)
+    total = total_memory()
     _require("ram", ram, total, "this machine")
     if is_shared(device):
         _require("gpu", gpu, total, "this machine, whose memory is also the gpu tier,")
@@ -151,8 +150,7 @@ def machine_budgets(config: BudgetConfig, machine: Machine) -> Budgets:
 
 def _apart(gpu_bytes: int, ram_bytes: int, gpu: Budget, ram: Budget, why: dict[str, str]) -> Budgets:
     """The budgets where each tier has memory of its own, of which so much is there; `why`: tier -> why so much."""
-    reasons = why | {"gpu": _reason(gpu, why["gpu"]), "ram": _reason(ram, why["ram"])}
-    return Budgets(_size(gpu, gpu_bytes), _size(ram, ram_bytes), None, reasons, least=_least(gpu, ram))
+    return _budgets((_size(gpu, gpu_bytes), _size(ram, ram_bytes)), gpu, ram, why)
 
 
 def _together(total_bytes: int, gpu: Budget, ram: Budget, why: dict[str, str]) -> Budgets:
@@ -162,15 +160,23 @@ def _together(total_bytes: int, gpu: Budget, ram: Budget, why: dict[str, str]) -
             f"budgets.gpu and budgets.ram: {gpu} and {ram}, but here both tiers share the same memory; give shares "
             "that come to 100% at most, or leave one out to give it the rest"
         )
-    reasons = why | {"gpu": _reason(gpu, why["gpu"]), "ram": _reason(ram, why["ram"])}
     known = [None if given in (None, "least") else _size(given, total_bytes) for given in (gpu, ram)]
-    least, shared = _least(gpu, ram), None
+    shared = None
     if gpu == "least":  # until it is known what that is, either tier may have all that the recipe leaves
         shared = total_bytes if known[1] is None else None
         both = max(0, total_bytes - (known[1] or 0)), total_bytes if known[1] is None else known[1]
     else:
         both = split_shared(total_bytes, *known)
-    return Budgets(*both, None, reasons, least=least, shared=shared)
+    return _budgets(both, gpu, ram, why, shared)
+
+
+def _budgets(
+    sizes: tuple[int, int], gpu: Budget, ram: Budget, why: dict[str, str], shared: int | None = None
+) -> Budgets:
+    given = {"gpu": gpu, "ram": ram}
+    reasons = why | {tier: _reason(budget, why[tier]) for tier, budget in given.items()}
+    least = frozenset(tier for tier, budget in given.items() if budget == "least")
+    return Budgets(*sizes, None, reasons, least=least, shared=shared)
 
 
 def _size(given: Budget, there: int) -> int:
@@ -184,10 +190,6 @@ def _reason(given: Budget, why: str) -> str:
     if isinstance(given, Share):
         return f"{given} of what is free: {why}"
     return "the recipe's" if isinstance(given, int) else why
-
-
-def _least(gpu: Budget, ram: Budget) -> frozenset[str]:
-    return frozenset(tier for tier, given in (("gpu", gpu), ("ram", ram)) if given == "least")
 
 
 def _require(tier: str, given: Budget, size: int, where: str) -> None:
@@ -220,13 +222,12 @@ def free_budgets(
     gpu: Budget = None,
     ram: Budget = None,
     others: Sequence[Reserved] = (),
-    root: Path = Path("/"),
 ) -> Budgets:
     """What a run on `device` may use of each tier; `gpu` and `ram` are what its recipe says of them.
 
     `others`: what other runs have planned, which is still free. On a GPU it makes a CUDA context, as the run will.
     """
-    memory = free_memory(root)
+    memory = free_memory()
     left = max(0, memory.free_bytes - sum(other.ram_bytes for other in others))
     no_own = device.type == "cuda" and is_shared(device)
     ram_reserve = reserve_bytes(UNIFIED_RESERVE if no_own else RAM_RESERVE, memory.total_bytes, left)
@@ -240,7 +241,7 @@ def free_budgets(
         return _together(ram_free, gpu, ram, {"gpu": shared, "ram": shared})
     import torch
 
-    free, total = gpu_memory(device, root)
+    free, total = gpu_memory(device)
     free += torch.cuda.memory_reserved(device)
     name = gpu_name(device) if others else ""
     left = max(0, free - sum(other.gpu_bytes.get(name, 0) for other in others))
@@ -254,7 +255,7 @@ def free_budgets(
     if no_own:
         shared = f"{ram_why}; this GPU has no memory of its own, both tiers share it"
         return _together(min(ram_free, gpu_free), gpu, ram, {"gpu": shared, "ram": shared})
-    if is_wsl(root) and (most := int(total_memory(root) * WSL_PINNED_SHARE)) < ram_free:
+    if is_wsl() and (most := int(total_memory() * WSL_PINNED_SHARE)) < ram_free:
         ram_free = most
         ram_why += f"; no more than {bytes_text(most)}, about what WSL2 can pin"
     return _apart(gpu_free, ram_free, gpu, ram, {"gpu": gpu_why, "ram": ram_why})

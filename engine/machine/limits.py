@@ -25,6 +25,8 @@ from penstock.storage.files.errors import used_up
 from penstock.storage.tier.filesystem import existing, mount_of
 
 GIB = 2**30
+ROOT = Path("/")
+"""Where files of the kernel are read; tests read others."""
 
 RAM_RESERVE = (2 * GIB, 0.08, 48 * GIB)
 """Least bytes, share of all RAM, most bytes left to the system, to this process itself and to its compilers."""
@@ -79,20 +81,20 @@ class MemoryGroup:
         return max(0, clean - sum(values.get(prefix + name, 0) for name in dirty))
 
 
-def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
-    """The control groups that count this process's memory, its own first; below `root`, which tests choose."""
-    return [MemoryGroup(*group) for group in control_groups(root, "memory", ("memory",))]
+def memory_groups() -> list[MemoryGroup]:
+    """The control groups that count this process's memory, its own first."""
+    return [MemoryGroup(*group) for group in control_groups("memory", ("memory",))]
 
 
-def control_groups(root: Path, controller: str, mounts: Sequence[str]) -> list[tuple[Path, int]]:
+def control_groups(controller: str, mounts: Sequence[str]) -> list[tuple[Path, int]]:
     """(folder, version) of the control groups of this process that may limit what `controller` does, its own first;
     version 1 mounts it under the names `mounts`."""
     result: dict[Path, int] = {}
-    for line in lines_of(root / "proc/self/cgroup"):
+    for line in lines_of(ROOT / "proc/self/cgroup"):
         number, controllers, own = line.split(":", 2)
         is_second = number == "0" and not controllers
         for mount in ("",) if is_second else mounts if controller in controllers.split(",") else ():
-            top = (root / "sys/fs/cgroup" / mount).resolve()
+            top = (ROOT / "sys/fs/cgroup" / mount).resolve()
             # A container may see its own group as the top, while the path is still the host's.
             inside = top.joinpath(own.lstrip("/")).resolve()
             folder = inside if inside.is_dir() and inside.is_relative_to(top) else top
@@ -102,16 +104,14 @@ def control_groups(root: Path, controller: str, mounts: Sequence[str]) -> list[t
     return list(result.items())
 
 
-def free_memory(
-    root: Path = Path("/"), groups: list[MemoryGroup] | None = None, *, enough_bytes: int | None = None
-) -> FreeMemory:
+def free_memory(groups: list[MemoryGroup] | None = None, *, enough_bytes: int | None = None) -> FreeMemory:
     """Memory that this process can still allocate without swapping and without being killed.
 
     `groups`: what `memory_groups` found, where it is called often. `enough_bytes`: a group's file cache, which the
     kernel counts slowly, is looked at only where less than this is free without it.
     """
-    result = list(_machine_memory(root))
-    for group in memory_groups(root) if groups is None else groups:
+    result = list(_machine_memory())
+    for group in memory_groups() if groups is None else groups:
         limit = group.limit_bytes()
         if limit is None:
             continue
@@ -122,21 +122,21 @@ def free_memory(
     return min(result, key=lambda each: each.free_bytes)
 
 
-def total_memory(root: Path = Path("/")) -> int:
+def total_memory() -> int:
     """RAM in bytes that this process could have with nothing else running: the machine's, or a group's limit."""
-    limits = (group.limit_bytes() for group in memory_groups(root))
-    return min([machine_memory(root), *(limit for limit in limits if limit is not None)])
+    limits = (group.limit_bytes() for group in memory_groups())
+    return min([machine_memory(), *(limit for limit in limits if limit is not None)])
 
 
-def machine_memory(root: Path = Path("/")) -> int:
+def machine_memory() -> int:
     """RAM in bytes that the machine has: all but what NUMA nodes without CPUs hold, whoever may use how much of it."""
-    total = _table(root / "proc/meminfo")["MemTotal"] * 1024
-    return total - sum(node["MemTotal"] for node in _nodes_without_cpus(root))
+    total = _table(ROOT / "proc/meminfo")["MemTotal"] * 1024
+    return total - sum(node["MemTotal"] for node in _nodes_without_cpus())
 
 
-def _nodes_without_cpus(root: Path) -> list[dict[str, int]]:
+def _nodes_without_cpus() -> list[dict[str, int]]:
     """What the kernel says of each NUMA node that has memory and no CPU, in bytes; none where all have none."""
-    return [_node_memory(folder) for folder in _folders_without_cpus(root)]
+    return [_node_memory(folder) for folder in _folders_without_cpus(ROOT)]
 
 
 @cache
@@ -162,20 +162,20 @@ _AVAILABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 """What MemAvailable is made of, less some of it that the kernel keeps."""
 
 
-def _machine_memory(root: Path) -> Iterator[FreeMemory]:
-    values = {name: kib * 1024 for name, kib in _table(root / "proc/meminfo").items()}
+def _machine_memory() -> Iterator[FreeMemory]:
+    values = {name: kib * 1024 for name, kib in _table(ROOT / "proc/meminfo").items()}
     total, free, where = values["MemTotal"], values["MemAvailable"], "this machine's memory"
-    if bare := _nodes_without_cpus(root):
+    if bare := _nodes_without_cpus():
         total -= sum(node["MemTotal"] for node in bare)
         free = max(0, free - sum(node.get(name, 0) for node in bare for name in _AVAILABLE))
         where += f" without the NUMA node{'s' if len(bare) > 1 else ''} that no CPU is on"
     yield FreeMemory(free, total, where)
-    if _number(root / "proc/sys/vm/overcommit_memory") == 2:
+    if _number(ROOT / "proc/sys/vm/overcommit_memory") == 2:
         promise = values["CommitLimit"]
         yield FreeMemory(max(0, promise - values["Committed_AS"]), promise, "vm.overcommit_memory=2 (CommitLimit)")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        pages = int(next(lines_of(root / "proc/self/statm")).split()[0])
+        pages = int(next(lines_of(ROOT / "proc/self/statm")).split()[0])
         yield FreeMemory(max(0, limit - pages * resource.getpagesize()), limit, "ulimit -v")
 
 

@@ -61,21 +61,10 @@ class Reservation:
     Entered, it holds the lock until `settle`; `others` is what to leave alone. Without a folder it only says so.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        device: torch.device,
-        observer: Observer,
-        checklist: Checklist,
-        *,
-        root: Path = Path("/"),
-        wait_s: float = WAIT_S,
-    ) -> None:
-        """`root`: where free memory is read, as for `free_memory`."""
+    def __init__(self, run_dir: Path, device: torch.device, observer: Observer, checklist: Checklist) -> None:
         self.others: list[Reserved] = []
         self._run = printable(run_dir.resolve())[:_MOST_PATH]
         self._device, self._observer, self._checklist = device, observer, checklist
-        self._root, self._wait_s = root, wait_s
         self._folder = self._lock = self._file = -1
         self._name = ""
         self._left_bytes = self._base_bytes = 0
@@ -105,7 +94,7 @@ class Reservation:
             _sweep(self._folder)
         self.others = _read(self._folder)
         taken = sum(other.ram_bytes for other in self.others)
-        self._left_bytes = max(0, free_memory(self._root).free_bytes - taken)
+        self._left_bytes = max(0, free_memory().free_bytes - taken)
 
     def _report_unreserved(self, why: str) -> None:
         self._observer.on_message(f"memory is not reserved against other runs' plans ({why})")
@@ -184,7 +173,7 @@ class Reservation:
         if not _try_lock(self._lock):
             holder = printable(os.pread(self._lock, 4200, 0).decode(errors="replace").strip()) or "another run"
             with self._checklist.step(f"waiting for {holder} to plan its memory"):
-                deadline = time.monotonic() + self._wait_s
+                deadline = time.monotonic() + WAIT_S
                 while not _try_lock(self._lock):
                     if time.monotonic() > deadline:
                         os.close(self._lock)

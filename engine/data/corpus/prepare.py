@@ -122,11 +122,6 @@ def prepare_tokenizer(config: DataConfig, model_folder: Path | None, folder: Pat
     given = _given_tokenizer(config, model_folder)
     if given is not None:
         return load_tokenizer(given)
-    if config.source == "random":
-        raise UserError(
-            "data.tokenizer: data.source=random has no text to train a tokenizer on; set model.vocab_size and leave "
-            "the tokenizer out, or name one"
-        )
 
     def make(temporary: Path) -> None:
         if config.source == "needles":

@@ -26,7 +26,8 @@ UNLIMITED_V1 = 9223372036854771712
 
 
 def machine(root: Path, *, available: int = 20 * GIB, total: int = 32 * GIB, cgroup: str = "") -> Path:
-    """A tree with /proc only; `cgroup` is the content of /proc/self/cgroup."""
+    """A tree with /proc only, which is this machine's from now on; `cgroup` is the content of /proc/self/cgroup."""
+    limits.ROOT = root
     rows = {"MemTotal": total, "MemAvailable": available, "CommitLimit": total // 2, "Committed_AS": GIB}
     lines = [f"{name}: {size // 1024} kB" for name, size in rows.items()]
     write(root / "proc/meminfo", "\n".join([*lines, "HugePages_Total:  0"]))
@@ -64,7 +65,7 @@ def test_limits_of_groups(tmp_path: Path, name: str) -> None:
     machine(tmp_path, cgroup=f"0::{cgroup}")
     for folder, (limit, used) in folders.items():
         group_v2(tmp_path / "sys/fs/cgroup" / folder, limit, used)
-    memory = free_memory(tmp_path)
+    memory = free_memory()
     assert (memory.free_bytes, memory.total_bytes) == (free, total)
     assert memory.where.endswith(where)
 
@@ -76,12 +77,12 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
         write(folder / "memory.limit_in_bytes", limit)
         write(folder / "memory.usage_in_bytes", used)
         write(folder / "memory.stat", f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file 0\ntotal_dirty 0")
-    memory = free_memory(tmp_path)
+    memory = free_memory()
     assert (memory.free_bytes, memory.total_bytes) == (5 * GIB, 10 * GIB)
     assert memory.where.endswith("/a")
     machine(tmp_path / "strict")  # a kernel that promises no more than it has
     write(tmp_path / "strict/proc/sys/vm/overcommit_memory", 2)
-    memory = free_memory(tmp_path / "strict")
+    memory = free_memory()
     assert memory.free_bytes == 15 * GIB  # CommitLimit of 16 GiB, 1 GiB promised
     assert "overcommit" in memory.where
 
@@ -90,11 +91,11 @@ def test_memory_high_is_a_limit_and_clean_cache_is_free(tmp_path: Path) -> None:
     top = machine(tmp_path, cgroup="0::/") / "sys/fs/cgroup"
     stat = f"anon {GIB}\ninactive_file {3 * GIB}\nactive_file {GIB}\nfile_dirty {GIB}\nfile_writeback 0"
     group_v2(top, 16 * GIB, 6 * GIB, high=8 * GIB, stat=stat)
-    assert free_memory(tmp_path).free_bytes == (8 - 6 + 3) * GIB
+    assert free_memory().free_bytes == (8 - 6 + 3) * GIB
     write(tmp_path / "proc/self/cgroup", "0::/../../..")  # a path out of the tree is not followed
-    assert [group.folder for group in memory_groups(tmp_path)] == [top]
+    assert [group.folder for group in memory_groups()] == [top]
     # The cache is not looked at where enough is free without it.
-    assert [free_memory(tmp_path, enough_bytes=n * GIB).free_bytes for n in (1, 3)] == [2 * GIB, 5 * GIB]
+    assert [free_memory(enough_bytes=n * GIB).free_bytes for n in (1, 3)] == [2 * GIB, 5 * GIB]
 
 
 def node(root: Path, number: int, cpus: str, total: int, **parts: int) -> None:
@@ -115,17 +116,17 @@ def test_a_gpus_memory_that_the_kernel_counts_is_no_ram(tmp_path: Path) -> None:
     node(tmp_path, 1, "", 96 * GIB, free=86 * GIB, active_file=GIB, inactive_file=2 * GIB, slab=GIB)
     for number in (2, 10):
         node(tmp_path, number, "", 0)
-    memory = free_memory(tmp_path)
+    memory = free_memory()
     assert (memory.free_bytes, memory.total_bytes) == (400 * GIB, 480 * GIB)
     assert memory.where == "this machine's memory without the NUMA node that no CPU is on"
-    assert total_memory(tmp_path) == limits.machine_memory(tmp_path) == 480 * GIB
+    assert total_memory() == limits.machine_memory() == 480 * GIB
     group_v2(tmp_path / "sys/fs/cgroup", 200 * GIB, 50 * GIB)  # a limit binds as before
-    assert free_memory(tmp_path).free_bytes == 150 * GIB
-    assert (total_memory(tmp_path), limits.machine_memory(tmp_path)) == (200 * GIB, 480 * GIB)
+    assert free_memory().free_bytes == 150 * GIB
+    assert (total_memory(), limits.machine_memory()) == (200 * GIB, 480 * GIB)
     machine(tmp_path / "full", available=400 * GIB, total=576 * GIB)  # a full GPU takes nothing from RAM
     node(tmp_path / "full", 0, "0-71", 480 * GIB, free=400 * GIB)
     node(tmp_path / "full", 1, "", 96 * GIB, free=0)
-    assert free_memory(tmp_path / "full").free_bytes == 400 * GIB
+    assert free_memory().free_bytes == 400 * GIB
 
 
 @pytest.mark.parametrize("nodes", [[], ["0-7"], ["0-7", "8-15"], ["0-15", None], ["", ""]])
@@ -136,9 +137,9 @@ def test_ordinary_machines_count_as_the_kernel_does(tmp_path: Path, nodes: list[
         node(tmp_path, number, cpus or "", 16 * GIB, free=10 * GIB)
         if cpus is None:
             (tmp_path / f"sys/devices/system/node/node{number}/cpulist").unlink()
-    memory = free_memory(tmp_path)
+    memory = free_memory()
     assert (memory.free_bytes, memory.total_bytes, memory.where) == (20 * GIB, 32 * GIB, "this machine's memory")
-    assert total_memory(tmp_path) == 32 * GIB
+    assert total_memory() == 32 * GIB
 
 
 def test_an_address_space_limit_counts() -> None:
@@ -172,13 +173,14 @@ def test_shared_memory_is_given_once(total: int, gpu: int | None, ram: int | Non
 
 
 def test_budgets_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = free_budgets(torch.device("cpu"), root=machine(tmp_path))
+    machine(tmp_path)
+    free = free_budgets(torch.device("cpu"))
     usable = 20 * GIB - int(2.56 * GIB)
     assert free.gpu + free.ram == usable
     assert free.gpu == int(usable * 0.4)
     why = "20.0 GiB free (this machine's memory), less 2.6 GiB for the system; without a GPU both tiers share it"
     assert free.why["ram"] == why
-    free = free_budgets(torch.device("cpu"), gpu=GIB, root=tmp_path)
+    free = free_budgets(torch.device("cpu"), gpu=GIB)
     assert (free.gpu, free.ram) == (GIB, usable - GIB)
     status = os.statvfs(tmp_path)  # as the file system says it now: others write there meanwhile
     monkeypatch.setattr(os, "statvfs", lambda place: status)
@@ -186,6 +188,7 @@ def test_budgets_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = limits.free_disk(tmp_path / "not/made/yet")
     assert room // 2 <= found <= room
     assert room - found <= DISK_RESERVE[2]
+    limits.ROOT = Path("/")
     groups = memory_groups()  # a limit that cannot be read is not taken for none
     with files_used_up(), pytest.raises(OSError, match="Too many open files"):
         free_memory(groups=groups)

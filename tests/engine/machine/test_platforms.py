@@ -21,8 +21,7 @@ from test_limits import group_v2, machine, write
 from penstock.engine.clock import elapsed_s
 from penstock.engine.config import BudgetConfig
 from penstock.engine.events import StepMetrics
-from penstock.engine.machine import device as device_module
-from penstock.engine.machine import probe, probe_compute
+from penstock.engine.machine import limits, probe, probe_compute
 from penstock.engine.machine.budgets import free_budgets, run_budgets
 from penstock.engine.machine.device import (
     LEAST_LIMIT_BYTES,
@@ -175,8 +174,9 @@ def test_work_is_timed_between_two_events_and_copies_go_through_a_stream_each() 
 
 
 def test_the_kernel_of_wsl_is_known_by_its_release(tmp_path: Path) -> None:
+    limits.ROOT = tmp_path
     osrelease, version = tmp_path / "proc/sys/kernel/osrelease", tmp_path / "proc/version"
-    assert not is_wsl(tmp_path)
+    assert not is_wsl()
     for file, text, wsl in (
         (version, "Linux version 6.8.0-1014-azure (buildd@lcy02)", False),
         (version, "Linux version 4.4.0-19041-Microsoft (Microsoft@Microsoft.com)", True),
@@ -185,29 +185,30 @@ def test_the_kernel_of_wsl_is_known_by_its_release(tmp_path: Path) -> None:
     ):
         version.unlink(missing_ok=True)
         write(file, text)
-        assert is_wsl(tmp_path) is wsl
+        assert is_wsl() is wsl
 
 
 def test_budgets_with_a_gpu(card: Card, tmp_path: Path) -> None:
-    root, card.free = machine(tmp_path), 10 * GIB
-    free = free_budgets(CUDA, root=root)
+    machine(tmp_path)
+    card.free = 10 * GIB
+    free = free_budgets(CUDA)
     assert (free.gpu, free.ram) == (11 * GIB - 768 * 2**20, 20 * GIB - int(2.56 * GIB))
     assert "13.0 GiB of 24.0 GiB taken by other processes" in free.why["gpu"]
     card.is_integrated = True
-    free = free_budgets(CUDA, root=root)
+    free = free_budgets(CUDA)
     assert free.gpu + free.ram == 16 * GIB  # the host's 20 free, whatever its cache holds, less a reserve
 
 
 @pytest.mark.parametrize(("available", "expected"), [(30 * GIB, 16 * GIB), (10 * GIB, 10 * GIB - int(2.56 * GIB))])
 def test_wsl_gives_ram_what_it_can_pin(card: Card, tmp_path: Path, available: int, expected: int) -> None:
     write(machine(tmp_path, available=available) / "proc/sys/kernel/osrelease", WSL_RELEASE)
-    free = free_budgets(CUDA, root=tmp_path)
+    free = free_budgets(CUDA)
     assert free.ram == expected
     assert ("about what WSL2 can pin" in free.why["ram"]) is (expected == 16 * GIB)
-    assert free_budgets(CUDA, ram=24 * GIB, root=tmp_path).ram == 24 * GIB  # who says so has it tried
-    both = free_budgets(torch.device("cpu"), root=tmp_path)  # nothing is pinned without a GPU
+    assert free_budgets(CUDA, ram=24 * GIB).ram == 24 * GIB  # who says so has it tried
+    both = free_budgets(torch.device("cpu"))  # nothing is pinned without a GPU
     assert both.ram + both.gpu == available - int(2.56 * GIB)
-    (remark,) = [text for text in remarks(CUDA, tmp_path) if "WSL2" in text]
+    (remark,) = [text for text in remarks(CUDA) if "WSL2" in text]
     assert "about half" in remark
 
 
@@ -222,20 +223,19 @@ def test_one_memory_is_counted_once(card: Card, tmp_path: Path, monkeypatch: pyt
     total, available = 119 * GIB, 110 * GIB
     machine(tmp_path, available=available, total=total)
     card.become("NVIDIA GB10", 39 * GIB, total, integrated=True)
-    assert gpu_memory(CUDA, tmp_path) == (available, total)
-    free = free_budgets(CUDA, root=tmp_path)
+    assert gpu_memory(CUDA) == (available, total)
+    free = free_budgets(CUDA)
     reserve = int(total * 0.12)
     assert free.gpu + free.ram == available - reserve
     assert free.gpu == pytest.approx(0.4 * (available - reserve), abs=1)
     assert "both tiers share it" in free.why["gpu"]
-    given = free_budgets(CUDA, gpu=60 * GIB, root=tmp_path)
+    given = free_budgets(CUDA, gpu=60 * GIB)
     assert (given.gpu, given.ram) == (60 * GIB, available - reserve - 60 * GIB)
     with pytest.raises(UserError, match="both tiers share"):
-        run_budgets(BudgetConfig(gpu="80GiB", ram="80GiB"), CUDA, [tmp_path], new=True, root=tmp_path)
-    run_budgets(BudgetConfig(gpu="40GiB", ram="40GiB"), CUDA, [tmp_path], new=True, root=tmp_path)
-    root = machine(tmp_path / "small", available=6 * GIB, total=8 * GIB)  # file cache does not refuse a budget
+        run_budgets(BudgetConfig(gpu="80GiB", ram="80GiB"), CUDA, [tmp_path], new=True)
+    run_budgets(BudgetConfig(gpu="40GiB", ram="40GiB"), CUDA, [tmp_path], new=True)
+    machine(tmp_path / "small", available=6 * GIB, total=8 * GIB)  # file cache does not refuse a budget
     card.become("NVIDIA GB10", GIB, 8 * GIB, integrated=True)
-    monkeypatch.setattr(device_module, "gpu_memory", lambda device: gpu_memory(device, root))
     configure(CUDA, 4 * GIB, deterministic=False).restore()
     assert card.fractions[0] == (0.5, CUDA)
     with pytest.raises(UserError, match=r"budgets\.gpu"):
@@ -247,7 +247,8 @@ def test_an_amd_gpu_is_said_to_be_untried(card: Card, tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     configure(CUDA, 100 * GIB, deterministic=False).restore()
     assert card.settings == []  # expandable segments are for NVIDIA's driver alone
-    (remark,) = remarks(CUDA, machine(tmp_path))
+    machine(tmp_path)
+    (remark,) = remarks(CUDA)
     assert "never been tested" in remark
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -259,23 +260,23 @@ def test_an_amd_gpu_is_said_to_be_untried(card: Card, tmp_path: Path, monkeypatc
 def test_the_quota_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     machine(tmp_path, cgroup="0::/a/b")
-    assert cpu_quota(tmp_path) is None
-    assert usable_cpus(tmp_path) == 64
-    assert remarks(torch.device("cpu"), tmp_path) == []
+    assert cpu_quota() is None
+    assert usable_cpus() == 64
+    assert remarks(torch.device("cpu")) == []
     top = tmp_path / "sys/fs/cgroup"
     for folder, text in ((top / "a", "350000 100000"), (top / "a/b", "max 100000")):
         group_v2(folder, "max", 0)
         write(folder / "cpu.max", text)
-    assert cpu_quota(tmp_path) == 3.5
-    assert usable_cpus(tmp_path) == 4
+    assert cpu_quota() == 3.5
+    assert usable_cpus() == 4
     said = "a control group limits this process to 4 of the 64 CPUs that it sees; 4 are used"
-    assert remarks(torch.device("cpu"), tmp_path) == [said]
+    assert remarks(torch.device("cpu")) == [said]
     machine(tmp_path / "v1", cgroup="3:cpu,cpuacct:/x/y\n4:memory:/x/y")
     top = tmp_path / "v1/sys/fs/cgroup/cpu,cpuacct"
     for folder, quota in ((top, -1), (top / "x", 250_000), (top / "x/y", -1)):
         write(folder / "cpu.cfs_quota_us", quota)
         write(folder / "cpu.cfs_period_us", 100_000)
-    assert cpu_quota(tmp_path / "v1") == 2.5
+    assert cpu_quota() == 2.5
 
 
 H100 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]

@@ -18,6 +18,7 @@ import torch
 from cli_process import REPOSITORY
 from tiny import Silent
 
+from penstock.engine.machine import reservations
 from penstock.engine.machine.budgets import Reserved, free_budgets, words
 from penstock.engine.machine.limits import GIB
 from penstock.engine.machine.reservations import Reservation, reserved
@@ -32,14 +33,15 @@ import json, sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace as Some
+from penstock.engine.machine import limits
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.preparing import Checklist
 from penstock.engine.machine.reservations import Reservation
 
-root, run, takes = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+limits.ROOT, run, takes = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 observer = Some(on_message=lambda text: print(text, file=sys.stderr), on_prepare=lambda item: None)
-with Reservation(run, Some(type="cpu"), observer, Checklist(observer), root=root) as mine:
-    free = free_budgets(Some(type="cpu"), others=mine.others, root=root)
+with Reservation(run, Some(type="cpu"), observer, Checklist(observer)) as mine:
+    free = free_budgets(Some(type="cpu"), others=mine.others)
     mine.reserve(Some(ram=free.ram, gpu=free.gpu, why=free.why))
     print("reserved", flush=True)
     if "hold" in sys.argv:
@@ -92,9 +94,9 @@ def said(process: subprocess.Popen[str]) -> Any:
     return json.loads(process.stdout.readline())
 
 
-def reservation(machine: Path, observer: Any = None, **settings: Any) -> Reservation:
+def reservation(machine: Path, observer: Any = None) -> Reservation:
     observer = observer or Silent()
-    return Reservation(machine / "mine", CPU, observer, Checklist(observer), root=machine, **settings)
+    return Reservation(machine / "mine", CPU, observer, Checklist(observer))
 
 
 def plan(ram: int, gpu: int) -> Any:
@@ -103,7 +105,7 @@ def plan(ram: int, gpu: int) -> Any:
 
 def test_three_at_once_never_plan_more_than_there_is(machine: Path, start: Start) -> None:
     found = [said(process) for process in [start(name, 0.5) for name in "abc"]]
-    alone = free_budgets(CPU, root=machine)
+    alone = free_budgets(CPU)
     assert max(each["budget"] for each in found) == alone.gpu + alone.ram
     assert 0 < sum(each["planned"] for each in found) <= 20 * GIB
     assert all(each["planned"] > 0 for each in found)
@@ -122,12 +124,12 @@ def test_who_holds_what_is_said_until_its_process_ends(machine: Path, start: Sta
     name = f"(process {process.pid}) has {bytes_text(reserved()[0].ram_bytes)} reserved"
     refusal = pytest.raises(BudgetError, match=r"too small\. Of ram there is .*holder \(process")
     with refusal as error, reservation(machine) as mine:
-        mine.reserve(free_budgets(CPU, others=mine.others, root=machine))
+        mine.reserve(free_budgets(CPU, others=mine.others))
         raise BudgetError("too small", tier="ram", need_bytes=2, budget_bytes=1)
     assert (error.value.tier, error.value.need_bytes, error.value.budget_bytes) == ("ram", 2, 1)
     assert name in str(error.value)
     with reservation(machine, observer) as mine:
-        given = free_budgets(CPU, ram=GIB, gpu=8 * GIB, others=mine.others, root=machine)
+        given = free_budgets(CPU, ram=GIB, gpu=8 * GIB, others=mine.others)
         mine.reserve(given)
         mine.settle(plan(GIB, 8 * GIB))
     (warning,) = observer.messages
@@ -142,17 +144,21 @@ def test_who_holds_what_is_said_until_its_process_ends(machine: Path, start: Sta
     assert [file.name for file in places[0].iterdir()] == ["lock"]
 
 
-def test_who_plans_at_the_same_time_is_waited_for_by_name(machine: Path, start: Start) -> None:
+def test_who_plans_at_the_same_time_is_waited_for_by_name(
+    machine: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     holder: Any = start("holder", 1.0, "hold")
     assert holder.stdout.readline() == "reserved\n"
     observer = Silent()
-    with reservation(machine, observer, wait_s=0.0) as mine:
+    monkeypatch.setattr(reservations, "WAIT_S", 0.0)
+    with reservation(machine, observer) as mine:
         assert [other.pid for other in mine.others] == [holder.pid], "it goes on, with all of that reserved"
     name = f"{machine / 'holder'} (process {holder.pid})"
     assert {item.name for item in observer.prepared} == {f"waiting for {name} to plan its memory"}
     assert observer.messages == [f"{name} is still planning its memory; continuing with what it has not reserved"]
     holder.stdin.write("\n")
     holder.stdin.flush()
+    monkeypatch.setattr(reservations, "WAIT_S", 300.0)
     observer = Silent()
     with reservation(machine, observer) as mine:
         assert [other.pid for other in mine.others] == [holder.pid]
@@ -161,11 +167,11 @@ def test_who_plans_at_the_same_time_is_waited_for_by_name(machine: Path, start: 
 
 def test_a_settled_plan_gives_the_rest_back_and_a_release_all(machine: Path, start: Start) -> None:
     with reservation(machine) as mine:
-        mine.reserve(free_budgets(CPU, root=machine))
+        mine.reserve(free_budgets(CPU))
         mine.settle(plan(GIB, GIB))
         assert reserved() == [], "one's own is not another's"
         other = said(start("other", 1.0))
-        alone = free_budgets(CPU, root=machine)
+        alone = free_budgets(CPU)
         taken = alone.gpu + alone.ram - other["budget"]
         assert 2 * GIB - GIB // 4 < taken <= 2 * GIB
         assert f"mine (process {os.getpid()}) has 2.0 GiB reserved" in other["why"]["gpu"]
@@ -177,12 +183,12 @@ def test_a_folder_that_is_not_this_users_alone_is_not_used(machine: Path, places
     first.symlink_to(machine / "elsewhere")
     observer = Silent()
     with reservation(machine, observer) as mine:
-        mine.reserve(free_budgets(CPU, root=machine))
+        mine.reserve(free_budgets(CPU))
         assert len(list(second.iterdir())) == 2
     assert second.stat().st_mode & 0o777 == 0o700
     second.chmod(0o755)
     with reservation(machine, observer) as mine:
-        mine.reserve(free_budgets(CPU, root=machine))
+        mine.reserve(free_budgets(CPU))
         mine.settle(plan(GIB, GIB))
         mine.allocated()
     (told,) = observer.messages
@@ -222,8 +228,8 @@ def test_a_gpus_memory_is_reserved_until_it_is_allocated(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     cuda, observer = torch.device("cuda", 0), Silent()
     seen = []
-    with Reservation(machine / "mine", cuda, observer, Checklist(observer), root=machine) as mine:
-        mine.reserve(free_budgets(cuda, root=machine))
+    with Reservation(machine / "mine", cuda, observer, Checklist(observer)) as mine:
+        mine.reserve(free_budgets(cuda))
         for call in (lambda: mine.settle(plan(GIB, 5 * GIB)), mine.allocated):
             call()
             record = next(file for file in places[0].iterdir() if file.name.startswith("run-"))
@@ -231,7 +237,7 @@ def test_a_gpus_memory_is_reserved_until_it_is_allocated(
             seen.append((values["ram_bytes"], values["gpu_bytes"]))
     assert seen == ([(6 * GIB, {})] * 2 if integrated else [(GIB, {"GPU-1": 5 * GIB}), (GIB, {"GPU-1": 0})])
     others = [Reserved("/runs/x", 1, GIB, {"GPU-1": 5 * GIB}), Reserved("/runs/y", 2, 0, {"GPU-2": 5 * GIB})]
-    free = free_budgets(cuda, others=others, root=machine)
+    free = free_budgets(cuda, others=others)
     if not integrated:
         assert free.gpu == 15 * GIB - 768 * 2**20
         assert "20.0 GiB free, of which /runs/x (process 1) has 5.0 GiB reserved, 4.0 GiB of 24.0" in free.why["gpu"]
