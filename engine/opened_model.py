@@ -22,9 +22,9 @@ from penstock.engine.generate.decode import Continuation, Decoding, OnToken, Row
 from penstock.engine.hf.weights import FLOAT_DTYPES
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.device import resolve_device
-from penstock.engine.machine.here import machine_here
 from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.precision import usual_dtype
+from penstock.engine.machine.presets import machine_here
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import layouts

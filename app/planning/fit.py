@@ -98,8 +98,7 @@ def ask(
     data: Path | None = None,
 ) -> Question:
     """The question that a command's options make. Raises UserError for what they cannot mean."""
-    from penstock.engine.machine.here import machine_here
-    from penstock.engine.machine.presets import find_machine
+    from penstock.engine.machine.presets import find_machine, machine_here
 
     if tokens is not None and data is not None:
         raise UserError("--tokens and --data: both set the number of tokens; give only one")

@@ -51,10 +51,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 def peak_flops(name: str) -> float | None:
     """Dense bfloat16 FLOP/s of the GPU that the driver calls `name`; None where it is not known, never another's."""
     model = re.sub(r"^(NVIDIA|Tesla)\s+", "", name.strip())
-    for pattern, tera in _PEAKS:
-        if re.fullmatch(pattern, model):
-            return tera * _TERA
-    return None
+    return next((tera * _TERA for pattern, tera in _PEAKS if re.fullmatch(pattern, model)), None)
 
 
 def utilisation(flops: float, seconds: float, peak: float | None) -> float | None:

@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import structs
 
 from penstock.engine.machine.architectures import Shares, architecture, peak_of
+from penstock.engine.machine.budgets import split_shared
+from penstock.engine.machine.limits import free_disk, total_memory
+from penstock.engine.machine.platforms import usable_cpus
 from penstock.engine.machine.profile import AttentionRate, Drive, Machine, load_machine
 from penstock.storage.files.errors import UserError
 
@@ -56,6 +59,8 @@ DRIVES_SHARE = 0.95
 OPTIMIZER_BYTES = 30
 """Read or written by AdamW for each parameter: master and moments both ways, the gradient, the weights."""
 
+_GPU_DEVICES = ("nvidia0", "nvhost-gpu", "dxg")
+"""In /dev, one of which a CUDA driver needs: on servers and desktops, on Tegra, on WSL."""
 _WARRANTY_DAYS = 5 * 365
 
 
@@ -251,6 +256,23 @@ def find_machine(name_or_path: str) -> Machine:
     near = difflib.get_close_matches(name_or_path.lower(), PRESETS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"presets are {', '.join(PRESETS)}"
     raise UserError(f"machine '{name_or_path}': there is no preset or profile file of that name; {hint}")
+
+
+def machine_here(folder: Path) -> Machine:
+    """This machine, without PyTorch where it was probed or has no GPU; else the drive is `folder`'s. UserError."""
+    stored = stored_machine()
+    if stored is not None:
+        return stored
+    gpu, (gpu_bytes, ram_bytes) = None, split_shared(total_memory())
+    if any(os.path.exists(f"/dev/{name}") for name in _GPU_DEVICES):
+        import torch
+
+        from penstock.engine.machine.probe import memories
+
+        gpu, gpu_bytes, ram_bytes = memories(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    assumed = GENERIC if gpu is None else generic_gpu(gpu)
+    drive = structs.replace(assumed.drives[0], size_bytes=free_disk(folder))
+    return structs.replace(assumed, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes, cores=usable_cpus(), drives=(drive,))
 
 
 def profile_path() -> Path:

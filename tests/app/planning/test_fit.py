@@ -15,8 +15,7 @@ from penstock.app.planning.catalogue import NAMES, known_model
 from penstock.app.planning.fit_view import print_fit
 from penstock.app.planning.plan import plan_stages
 from penstock.app.recipes.recipe import apply_overrides, from_dict, load_recipe
-from penstock.engine.machine.here import machine_here
-from penstock.engine.machine.presets import PRESETS
+from penstock.engine.machine.presets import PRESETS, machine_here
 from penstock.storage.files.errors import UserError
 
 BILLIONS = {
