@@ -17,10 +17,10 @@ from penstock.engine.config import DataConfig, Recipe
 from penstock.engine.data.corpus.cache import cache_corpus, cached_corpus
 from penstock.engine.data.corpus.files import META, CorpusInfo, CorpusWriter, Origin, TokenCorpus, read_info
 from penstock.engine.data.corpus.sources import describe_files, to_record, what_changed
+from penstock.engine.data.files.base import Progress
 from penstock.engine.data.formats.detect import found_source
 from penstock.engine.data.formats.reading import is_empty, read_samples, source_files, texts_of
 from penstock.engine.data.needles import haystacks
-from penstock.engine.data.position import Progress
 from penstock.engine.data.samples import BadRows, Sample
 from penstock.engine.data.text.chat import save_template
 from penstock.engine.data.text.encode import Encoder

@@ -9,12 +9,14 @@ import importlib
 import io
 import itertools
 import lzma
+import os
+import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from penstock.engine.data import position
+from penstock.engine import preparing
 from penstock.engine.data.samples import BadRows, Row, RowError
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, open_regular, printable, real_path
@@ -37,6 +39,8 @@ CONTAINERS = {
 }
 """Ending of a file's name -> the module of this folder for its container."""
 
+_INDEXED = (".parquet", ".arrow", ".feather")
+"""Endings of files that are not read from the first byte to the last, and are compressed inside if at all."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 LINE_BYTES = 64 << 20
 """Most bytes of a line, or of a row, which is held whole."""
@@ -49,6 +53,8 @@ FEW_BYTES = 256 << 20
 """What becomes so many times larger than its file, and more than so much, only repeats itself."""
 
 _PIECE_BYTES = 1 << 20
+_here = threading.local()
+"""`fd`: of the file that this thread reads, to its end or until another is opened."""
 _BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
 
@@ -71,7 +77,7 @@ def read_rows(file: Path, bad: BadRows) -> Iterator[Row]:
             f"{printable(file)}: not a file of rows: its name must end in one of {', '.join(CONTAINERS)} (followed by "
             f"{', '.join(COMPRESSIONS)} if compressed)"
         )
-    if file.suffix.lower() in COMPRESSIONS and ending in position.INDEXED:
+    if file.suffix.lower() in COMPRESSIONS and ending in _INDEXED:
         raise UserError(f"{printable(file)}: {ending} files cannot be read compressed; decompress it first")
     read: Read = importlib.import_module(f"{__package__}.{CONTAINERS[ending]}").read
     try:
@@ -104,7 +110,7 @@ def open_bytes(file: Path) -> BinaryIO:
     Links are followed, as data may lie anywhere; what would wait is refused.
     """
     raw = open(open_regular(real_path(file)), "rb")  # noqa: SIM115
-    position.opened(raw.fileno())
+    _here.fd = raw.fileno()
     return _Made.stream(raw, _decompressed(raw, file)) if file.suffix.lower() in COMPRESSIONS else raw
 
 
@@ -216,3 +222,33 @@ def decode_line(line: bytes, where: str) -> str:
             f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x} at {error.start + 1:,} of the line); convert "
             "the file, for example from Latin-1: iconv -f LATIN1 -t UTF-8 OLD > NEW"
         ) from error
+
+
+class Progress:
+    """How far into its files a source's reader is: reports to `preparing` the share of bytes, and the documents."""
+
+    def __init__(self, what: str, sizes: Mapping[Path, int]) -> None:
+        """`sizes` of all files in bytes; none: how much there is to read is not known."""
+        self._what = what
+        self._sizes = sizes
+        self._total = sum(sizes.values())
+        self._done = 0
+        self._file: Path | None = None
+        self.documents = 0
+
+    def begin(self, file: Path) -> None:
+        """The reader goes on to this file."""
+        self._done += self._sizes.get(self._file, 0) if self._file is not None else 0
+        self._file, _here.fd = file, None
+
+    def report(self) -> None:
+        fraction = None
+        if self._total and self._file is not None:
+            at = 0
+            if (fd := getattr(_here, "fd", None)) is not None and self._file.suffix not in _INDEXED:
+                try:
+                    at = os.lseek(fd, 0, os.SEEK_CUR)
+                except OSError:  # closed meanwhile
+                    _here.fd = None
+            fraction = (self._done + min(at, self._sizes.get(self._file, 0))) / self._total
+        preparing.report(fraction, f"{self._what}, {self.documents:,} documents read")

@@ -8,11 +8,10 @@ from typing import Any
 
 from penstock.engine.config import DataConfig
 from penstock.engine.config.data import PATHLESS
-from penstock.engine.data.files.base import read_rows
+from penstock.engine.data.files.base import Progress, read_rows
 from penstock.engine.data.files.splits import split_files
 from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format, require_wanted
 from penstock.engine.data.needles import haystacks
-from penstock.engine.data.position import Progress
 from penstock.engine.data.samples import BadRows, Completion, Conversation, Ids, RowError, Sample, Text, content_texts
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import below_data, require_of_data
