@@ -10,7 +10,6 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,20 +37,6 @@ _NAMED = 3
 """Near names that are told."""
 _GREEDY_ANYWAY = {"do_sample", "top_k", "top_p", "min_p", "typical_p", "temperature", "num_return_sequences"}
 """Settings of generation that change nothing where the likeliest token is taken."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskOptions:
-    """How tasks are asked."""
-
-    limit: int | None = None
-    """The first so many documents of each task; None: all."""
-    num_fewshot: int | None = None
-    """Examples before each question; None: as many as the task says."""
-    chat: ChatTemplate | None = None
-    """Prompts are a user's message under this template."""
-    system: str | None = None
-    """A system message before it, or a text before every prompt."""
 
 
 class TaskNames(NamedTuple):
@@ -100,35 +85,42 @@ def find_tasks(names: Sequence[str], include_path: Path | None, others: Sequence
 def query_tasks(
     queried: QueriedModel,
     index: TaskNames,
-    options: TaskOptions,
     *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat: ChatTemplate | None = None,
+    system: str | None = None,
     report: Callable[[Requests], None],
     say: Callable[[str], None],
     on_done: OnDone,
 ) -> dict[str, Any]:
     """Evaluate tasks; JSON: `tasks` and `groups` by name, each with its `metrics`.
 
+    `limit`: the first so many documents of each task; `num_fewshot`: examples before each question, None as many as the
+    task says; `chat`: prompts are a user's message under this template; `system`: a system message before it, or a text
+    before every prompt.
+
     `report` hears once what will be evaluated, before anything is; `say` of data that is fetched; `on_done` of requests
     that are done. Raises UserError for tasks that there are not or that cannot be evaluated.
     """
-    model = HarnessModel(queried, options.chat, report, on_done)
+    model = HarnessModel(queried, chat, report, on_done)
     with _seeded(), _silent():
         loaded = _load(index, say)
         tasks = loaded["tasks"]
         for name, task in tasks.items():
             _require_possible(name, task)
-            _configure(task, options.num_fewshot)
+            _configure(task, num_fewshot)
         model.tasks = list(tasks.values())
         try:
             results: Any = evaluate(
                 lm=model,
                 task_dict=loaded,
-                limit=options.limit,
+                limit=limit,
                 bootstrap_iters=_BOOTSTRAP_DRAWS,
                 log_samples=False,
-                system_instruction=options.system,
-                apply_chat_template=options.chat is not None,
-                fewshot_as_multiturn=options.chat is not None,
+                system_instruction=system,
+                apply_chat_template=chat is not None,
+                fewshot_as_multiturn=chat is not None,
             )
         except (ValueError, TypeError, LookupError, AssertionError, AttributeError) as error:
             if model.asking or isinstance(error, UserError):

@@ -24,7 +24,7 @@ from small_tasks import TASKS, make_tasks
 import penstock
 from penstock.app.cli.main import main
 from penstock.app.evaluation import harness
-from penstock.app.evaluation.harness import HarnessModel, TaskOptions, find_tasks, query_tasks
+from penstock.app.evaluation.harness import HarnessModel, find_tasks, query_tasks
 from penstock.app.evaluation.queried import QueriedModel, Requests, Writing
 from penstock.app.runs.directory import RunDir
 from penstock.engine.opened_model import OpenedModel
@@ -164,7 +164,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_metric_is_the_harness_s(model: OpenedModel, narrow: Path, tasks: Path, chat: bool) -> None:
     """And nobody is asked for local tasks."""
     queried, names = QueriedModel(model, batch_tokens=400), ["fruits", "fruit_text"]
-    options = TaskOptions(num_fewshot=2, limit=5, chat=queried.template if chat else None)
+    options: dict[str, Any] = {"num_fewshot": 2, "limit": 5, "chat": queried.template if chat else None}
     told: list[Requests] = []
     done: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -172,7 +172,7 @@ def test_every_metric_is_the_harness_s(model: OpenedModel, narrow: Path, tasks: 
         patch.setattr(socket, "getaddrinfo", refuse)
         patch.setattr(socket.socket, "connect", refuse)
         index = find_tasks(names, tasks)
-        found = query_tasks(queried, index, options, report=told.append, say=pytest.fail, on_done=done.append)
+        found = query_tasks(queried, index, **options, report=told.append, say=pytest.fail, on_done=done.append)
         refuse.assert_not_called()
     theirs = HFLM(pretrained=str(narrow), dtype="float32", device="cpu", batch_size=3)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
@@ -274,4 +274,4 @@ def test_what_is_not_done_is_refused_in_a_line(model: OpenedModel, tasks: Path, 
         (tasks / f"{name}.yaml").write_text(text)
         index = find_tasks([name], tasks)
         with pytest.raises(UserError, match=message):
-            query_tasks(queried, index, TaskOptions(), report=pytest.fail, say=pytest.fail, on_done=lambda _: None)
+            query_tasks(queried, index, report=pytest.fail, say=pytest.fail, on_done=lambda _: None)
