@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 
 import penstock
-from penstock.app.console.working import working
+from penstock.app.console.working import say, working
 from penstock.app.evaluation import needles
 from penstock.app.evaluation.queried import QueriedModel
 from penstock.app.evaluation.report import Reporter
@@ -166,10 +166,8 @@ def _file_name(tasks: Sequence[str]) -> str:
 
 
 def _save(result: dict[str, Any], run: Path | None, out: Path | None, svg: Path | None) -> list[Path]:
-    """Write results to the run's evals/ and to `out`, and the heat maps to `svg`; the files that were written.
-
-    Of one that cannot be written stderr is told: the results are still to be shown.
-    """
+    """Write results to evals/ of the run and to `out`, and the heat maps to `svg`; the files written. Stderr is told of
+    one that cannot be: the results are still to be shown."""
     text = json_text(result, indent=1)
     wanted = [] if run is None else [(run / "evals" / _file_name(result["queried"]), text)]
     wanted += [] if out is None else [(out, text)]
@@ -184,5 +182,5 @@ def _save(result: dict[str, Any], run: Path | None, out: Path | None, svg: Path 
             atomic_write(file, content)
             written.append(file)
         except OSError as error:
-            print(printable(f"{file}: not written ({error.strerror})"), file=sys.stderr)
+            say(f"{file}: not written ({error.strerror})")
     return written

@@ -1,8 +1,5 @@
-"""What `penstock finetune` chooses for a fine-tune, each value with its reason in a few words.
-
-Pure arithmetic on what was found of the model and the data. A field that the user has set stays as it is, and what
-depends on it follows it.
-"""
+"""What `penstock finetune` chooses, each value with its reason in a few words: arithmetic on what was found of the
+model and the data. A field that the user has set stays as it is, and what depends on it follows it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Published models that `penstock fit` plans: their shapes, and what each is made of, read without PyTorch.
 
-What a model is made of lies in catalogue.json.gz, as taken apart by engine/model/anatomy.py.
-`python -m penstock.app.planning.catalogue` writes the file anew; a test compares it with what is really computed.
+What a model is made of lies in catalogue.json.gz, which `python -m penstock.app.planning.catalogue` writes anew; a test
+compares it with what is really computed (engine/model/anatomy.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -77,10 +77,8 @@ NAMES = tuple(_SHAPES)
 
 
 def matching(pattern: str | None) -> list[str]:
-    """The names that `pattern` matches, whole with * and ?, else as part of them; several are separated by commas.
-
-    Raises UserError where none does.
-    """
+    """The names that `pattern` matches, whole with * and ?, else as part of them; commas separate several. UserError
+    for none."""
     if pattern is None:
         return list(NAMES)
     words = [word.strip().lower() for word in pattern.split(",") if word.strip()]

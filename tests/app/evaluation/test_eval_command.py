@@ -25,8 +25,9 @@ import penstock
 from penstock.app.cli.main import main
 from penstock.app.evaluation import harness
 from penstock.app.evaluation.harness import HarnessModel, find_tasks, query_tasks
-from penstock.app.evaluation.queried import QueriedModel, Requests, Writing
+from penstock.app.evaluation.queried import QueriedModel, Requests
 from penstock.app.runs.directory import RunDir
+from penstock.engine.generate.decode import Decoding
 from penstock.engine.opened_model import OpenedModel
 from penstock.storage.files.errors import UserError
 
@@ -234,9 +235,9 @@ def test_weights_stream_by_once_for_a_batch(model: OpenedModel) -> None:
 def test_a_text_that_is_enough_is_not_gone_on_with(model: OpenedModel) -> None:
     queried = QueriedModel(model)
     prompts = [queried.encode("The apple is"), queried.encode("What colour")]
-    whole = queried.write(prompts, Writing(12), lambda _: None)
+    whole = queried.write(prompts, Decoding(new_tokens=12), lambda _: None)
     passes = model.passes
-    some = queried.write(prompts, Writing(12), lambda _: None, lambda place, text: len(text) > 2 * place)
+    some = queried.write(prompts, Decoding(new_tokens=12), lambda _: None, lambda place, text: len(text) > 2 * place)
     assert [len(text) > 2 * place for place, text in enumerate(some)] == [True, True]
     assert all(text.startswith(part) and len(part) < len(text) for text, part in zip(whole, some, strict=True))
     assert model.passes - passes < passes
@@ -262,7 +263,7 @@ def test_the_harness_own_tasks_are_found() -> None:
 def test_what_is_not_done_is_refused_in_a_line(model: OpenedModel, tasks: Path, monkeypatch: Patch) -> None:
     queried = QueriedModel(model)
     with pytest.raises(UserError, match="200 new tokens leave no room for a prompt in a context of 160"):
-        queried.write([[1, 2]], Writing(200), lambda _: None)
+        queried.write([[1, 2]], Decoding(new_tokens=200), lambda _: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)  # as if the command line had not been imported
     lost = "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\noutput_type: multiple_choice\n"
