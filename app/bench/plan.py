@@ -82,8 +82,7 @@ def cases_here() -> Sequence[PlanCase]:
 
 
 def named_cases(names: str | None, *, tiny: bool = False) -> Sequence[PlanCase]:
-    """The cases of NAME[,NAME...], by default those for this machine; `tiny`: cut to seconds on any. UserError for an
-    unknown name."""
+    """The cases of NAME[,NAME...], by default this machine's; `tiny`: cut to seconds. UserError for an unknown name."""
     known = {case.name: case for case in (*CASES, *CUDA_CASES, *cases_here())}
     wanted = [case.name for case in cases_here()] if names is None else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in known]:

@@ -50,8 +50,7 @@ PROCESS_BYTES = 700 * MIB
 GPU_BYTES = {"bfloat16": 400 * MIB, "float32": 800 * MIB}
 """The least budgets.gpu: a block's slots and work at `MAX_CHUNK_TOKENS`, by what is computed in."""
 GRAPH_BYTES = {"bfloat16": 26 * 1024, "float32": 52 * 1024}
-"""Of a token and layer: what forward saves where nothing is computed again, as the plain cases without checkpointing
-do."""
+"""Of a token and layer: what forward saves where nothing is recomputed, as in the plain cases without checkpointing."""
 
 
 def parse_batch(text: str) -> tuple[int, int]:

@@ -28,8 +28,8 @@ _active: Working | None = None
 
 
 class Working:
-    """Shows what is under way, as an `engine.preparing.Listener`. `each`: a line each time that something is told,
-    terminal or not."""
+    """Shows what is under way, as an `engine.preparing.Listener`. `each`: a line for each word of it, terminal or
+    not."""
 
     def __init__(self, *, each: bool = False) -> None:
         self._each = each

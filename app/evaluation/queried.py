@@ -124,8 +124,7 @@ class QueriedModel:
 
 
 def _ends(model: QueriedModel, numbers: Sequence[int], until: Sequence[str], enough: Enough | None) -> OnToken:
-    """Ends sequences, of which each continues the prompt of its number, once a text of `until` has come or `enough`
-    says so."""
+    """Ends sequences, each of the prompt of its number, once a text of `until` has come or `enough` says so."""
     written: list[list[int]] = [[] for _ in numbers]
     tail = max(map(len, until), default=0) + _TAIL_TOKENS
 

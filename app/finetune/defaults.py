@@ -30,8 +30,7 @@ Thinking Machines Lab, 2025)."""
 WARMUP = 0.03
 """Of the steps."""
 EPOCHS = ((10 * 10**6, 3), (100 * 10**6, 2), (math.inf, 1))
-"""Tokens of the data below which -> epochs. Repeating text up to four times is nearly as good as new text
-(arXiv 2305.16264)."""
+"""Tokens below which -> epochs. Repeating text up to four times is nearly as good as new text (arXiv 2305.16264)."""
 LARGE = 7 * 10**9
 STEP_TOKENS = (65_536, 131_072)
 """Of a step, of models below `LARGE` parameters and from there on: what streams wants more work for each pass."""

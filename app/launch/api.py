@@ -267,8 +267,7 @@ def export_named(
 
 
 def export_dcp(path: Path, out_dir: Path, checkpoint: str | None) -> tuple[str | None, list[str]]:
-    """Write a run's last generation, or a checkpoint's, as a DCP checkpoint at `out_dir`, new or empty: as
-    `export_named`."""
+    """As `export_named`, but a DCP checkpoint at `out_dir`, new or empty."""
     out = out_dir.expanduser().absolute()
 
     def write(recipe: Recipe, name: str | None) -> list[str]:

@@ -66,7 +66,7 @@ def start(recipe: Recipe, root: Path) -> Path:
 
 
 def last_words(run_path: Path) -> str | None:
-    """What a run that this process has started said at last, where it failed and left no directory behind; else
+    """The last words of a run that this process has started, where it failed and left no directory behind; else
     None."""
     process, output = _words.get(run_path.resolve(), (None, None))
     if process is None or output is None or run_path.exists() or process.poll() is None:
@@ -77,8 +77,8 @@ def last_words(run_path: Path) -> str | None:
 
 
 def resume(run_path: Path) -> None:
-    """Let a paused run go on, or start training one that has ended, detached. Raises UserError when it is running, or
-    cannot start."""
+    """Let a paused run go on, or start training one that has ended, detached. UserError when it is running, or
+    cannot."""
     run_path = run_path.resolve()
     recipe = read_recipe(run_path)
     if (run_path / "data" / "corpus" / "meta.json").exists():  # whatever became of their source, it goes on with these

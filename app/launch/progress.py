@@ -73,7 +73,7 @@ class Eta:
 
 
 class Display:
-    """Shows a run on a console: a progress bar on a terminal, a line now and then elsewhere. All the rest is in its
+    """Shows a run on a console: a progress bar on a terminal, a line now and then elsewhere. The rest is in its
     files."""
 
     def __init__(self, console: Console, total_steps: int, step: int = 0) -> None:
@@ -105,8 +105,7 @@ class Display:
         self._console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def prepare(self, item: Preparing) -> None:
-        """Show an item of the checklist on the bar meanwhile, and as a line afterwards; without a terminal, lines of
-        what takes long."""
+        """Show an item of the checklist on the bar, then as a line; without a terminal, lines of what takes long."""
         self._item = None if item.state == "done" else (item, time.perf_counter())
         if item.state == "begun":
             self._line_due_s = _LONG_S
@@ -143,8 +142,8 @@ class Display:
         self._validation = f"  validation {metrics.loss:.4f}"
 
     def step(self, metrics: StepMetrics, busiest: tuple[str, float] | None, mean: float | None) -> None:
-        """Show a finished step, the lane that was busiest in it, and the run's mean tokens/s; of the last one the
-        summary tells."""
+        """Show a finished step, the busiest lane in it, and the run's mean tokens/s; of the last one the summary
+        tells."""
         eta = duration_text(self._eta.update(metrics))
         lane = f"  busiest {busiest[0]} {busiest[1]:.0%}" if busiest else ""
         speed = speed_text(mean, metrics.tokens_per_s)

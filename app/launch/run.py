@@ -329,8 +329,7 @@ def _train(recipe: Recipe, path: Path, observer: RunObserver, resume: bool, chec
 
 
 def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float], list[str]]:
-    """summary.json, of the whole run, resumed or not; the losses of the last steps; and what to say of damaged
-    lines."""
+    """summary.json, of the whole run, resumed or not; the losses of the last steps; what to say of damaged lines."""
     log = JsonLines(path / "metrics.jsonl")
     losses, tokens, steps_s, last_step, mean = [], 0, [], None, MeanSpeed()
     for line in log.steps():

@@ -77,8 +77,7 @@ NAMES = tuple(_SHAPES)
 
 
 def matching(pattern: str | None) -> list[str]:
-    """The names that `pattern` matches, whole with * and ?, else as part of them; commas separate several. UserError
-    for none."""
+    """The names that match `pattern`, words or with * and ?; commas separate several. UserError for none."""
     if pattern is None:
         return list(NAMES)
     words = [word.strip().lower() for word in pattern.split(",") if word.strip()]

@@ -86,8 +86,7 @@ def _require_tied(recipe: Recipe, folder: Path) -> None:
 
 
 def require_data(recipe: Recipe) -> None:
-    """Raise UserError when the recipe names no text to read, or some that cannot be read: of each file up to its first
-    text."""
+    """UserError when the recipe names no text, or some that cannot be read: of each file up to its first text."""
     from penstock.engine.data.corpus.prepare import require_readable
 
     data = recipe.data

@@ -1,5 +1,4 @@
-"""What models are made of, kept between plans, never read by a training: PyTorch and transformers take seconds for
-it."""
+"""What models are made of, kept between plans, as PyTorch takes seconds for it. A training never reads it."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _page(
     advising: bool = False,
     table_rows: int = 0,
 ) -> None:
-    """All but the reasons. `keys`: it is said where a key applies a change; `table_rows`: most rows of blocks, else a
+    """All but the reasons. `keys`: of keys that apply a change it is said; `table_rows`: most rows of blocks, else a
     map."""
     _head(page, forecast, status)
     if not forecast["fits"]:
@@ -418,8 +418,7 @@ def _joined(values: Iterable[str]) -> str:
 
 
 def _saved(members: Sequence[dict[str, Any]], chunks: int) -> list[str]:
-    """What backward finds of these blocks' chunks: `attention`, or `graph 3%, input 97%`; where it lies, unless
-    in RAM."""
+    """What backward finds of these chunks: `attention`, or `graph 3%, input 97%`; where it lies, unless in RAM."""
     members = [block for block in members if _levels(block)]
     total = chunks * len(members)
     counts: Counter[str] = Counter()

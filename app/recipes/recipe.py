@@ -118,8 +118,7 @@ def write_text(path: Path, text: str, *, overwrite: bool = False) -> None:
 
 
 def from_json(text: str, where: str = "recipe.json") -> Recipe:
-    """The recipe of `to_json`'s text, or of a run's, edited or not. UserError naming `where` for broken JSON or a wrong
-    field."""
+    """The recipe of `to_json`'s text, or of a run's, edited or not. UserError for broken JSON or a wrong field."""
     return from_dict({key: value for key, value in _tree(text, where).items() if key != sealed.KEY}, where)
 
 
@@ -129,8 +128,8 @@ def to_run_json(recipe: Recipe) -> str:
 
 
 def from_run_json(text: str, where: str) -> Recipe:
-    """The recipe of a run; without a checksum, as it is. UserError naming `where` for broken JSON, a wrong field, or
-    any change."""
+    """The recipe of a run; UserError naming `where` for broken JSON, a wrong field, or a change against its
+    checksum."""
     try:
         return from_dict(sealed.unseal(_tree(text, where)).content, where, is_run=True)
     except sealed.ChangedError as error:

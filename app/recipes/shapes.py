@@ -1,5 +1,4 @@
-"""Shapes of published model families, as their config.json files give them, for recipes of one family and `penstock
-fit`."""
+"""Shapes of published model families, as in their config.json files, for recipes of one family and `penstock fit`."""
 
 from __future__ import annotations
 

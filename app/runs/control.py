@@ -42,7 +42,7 @@ def pause_or_stop(run_path: Path, want: Literal["pause", "stop"]) -> str:
 
 
 def go_on(run_path: Path) -> bool:
-    """Let a live run that is paused, or about to be, go on; False when no process works on it. UserError when it is
+    """Let a run that is paused, or about to be, go on; False when no process works on it. UserError when it is
     running."""
     if not is_live(run_path):
         return False

@@ -89,8 +89,7 @@ class RunLock:
     """Exclusive use of a run directory, held until `release` or the end of the process, however it ends."""
 
     def __init__(self, run_path: Path, *, read_only: bool = False) -> None:
-        """Take the lock. UserError naming the process that holds it. `read_only`: one that cannot be written, or is not
-        there, will do."""
+        """UserError naming the process that holds it. `read_only`: a file that cannot be written, or made, will do."""
         self._fd, self._path = -1, run_path
         deadline = time.monotonic() + 0.5  # a reader that tests the lock holds it for a moment
         try:
@@ -334,8 +333,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def find_run(run: str, root: Path = Path("runs")) -> Path:
-    """The directory of a run given by path or by its name below `root`. UserError with the nearest name when there is
-    none."""
+    """The directory of a run given by path or name below `root`. UserError with the nearest name when there is none."""
     for path in (Path(run), root / run):
         try:
             if (path / "recipe.json").is_file():
@@ -359,8 +357,7 @@ class RunInfo(NamedTuple):
     """The directory's, fit for a terminal."""
     path: Path
     state: str
-    """A state of status.json; `crashed` for a run whose process died without a word, `stale` for one that is silent,
-    or `unknown`."""
+    """Of status.json; `crashed` if its process died without a word, `stale` if it is silent, or `unknown`."""
     step: int
     total_steps: int
     loss: float | None

@@ -1,5 +1,4 @@
-"""The writing side of a run directory, by a thread of its own: training costs it a queue insertion, and never waits for
-disk."""
+"""The writing side of a run directory, by a thread: training costs it a queue insertion, and never waits for disk."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ _Item = tuple[str, dict[str, Any]] | list[Span]
 
 
 class RunLog:
-    """Writes what a run tells; all is on disk after `drain` or `close`. Spans may come from another thread than the
-    rest."""
+    """Writes what a run tells; all is on disk after `drain` or `close`. Spans may come from another thread."""
 
     def __init__(self, path: Path, total_steps: int, step: int = 0) -> None:
         self._path = path
@@ -155,8 +153,8 @@ class RunLog:
         return "log.jsonl", line
 
     def check(self) -> None:
-        """Raise what kept an earlier line from being written, or ended the thread: UserError where the disk or the
-        files are at fault."""
+        """Raise what kept a line from being written, or ended the thread: UserError where disk or files are at
+        fault."""
         failure = self._failure
         if isinstance(failure, OSError):
             failure = disk_error(failure, Path(failure.filename or self._path), "writing the run's log")

@@ -62,8 +62,7 @@ def location_of(text: str) -> Location | None:
 
 
 def send(run_path: Path, name: str, to: str) -> str:
-    """Upload checkpoint `name`, made where there is none; a line of what went where. UserError; what is at the place
-    stays whole."""
+    """Upload checkpoint `name`, made where there is none; a line of it. UserError; what is at the place stays whole."""
     from penstock.storage.generations.checkpoints import checkpoint_folder, checkpoint_names, resolve_checkpoint
     from penstock.storage.offsite.index import Claim, require_usable
     from penstock.storage.offsite.link import Link
@@ -166,8 +165,7 @@ def fetch(
 
 
 def _target(run_dir: Path | None, mark: dict[str, str]) -> Path | None:
-    """Where the run is made: `run_dir`, or where a fetch of the same was broken off, or None. UserError where that is
-    not empty."""
+    """`run_dir`, or where a fetch of the same was broken off, or None. UserError where it is not empty."""
     if run_dir is not None:
         if run_dir.is_dir() and any(run_dir.iterdir()) and not _is_broken_off(run_dir, mark):
             raise UserError(f"run directory {run_dir}: is not empty; choose another --run-dir")

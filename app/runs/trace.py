@@ -126,8 +126,7 @@ def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tu
 
 
 def write_spans(spans: Iterable[Span], name: str, out: Path, steps: Steps | None = None) -> int:
-    """Write the trace of `spans`, roughly in the order of their ends; their number. `steps`: what else is known of
-    them. UserError."""
+    """Write the trace of `spans`, roughly in the order of their ends; their number. UserError."""
     if out.is_dir():
         raise UserError(f"{out}: is a folder; name a file for the trace")
     tracks = _Tracks()

@@ -132,8 +132,8 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, first_step: int) -> None:
-        """Begin the tracker's run, or go on with that of `known`, and complete `known`; `first_step`: the smallest that
-        will be sent."""
+        """Begin the tracker's run, or go on with that of `known`, completed here; `first_step`: the smallest to be
+        sent."""
 
     def received(self) -> dict[Stream, int]:
         """The last step of each stream that the tracker says it has, -1 for none; a stream that it cannot tell is left

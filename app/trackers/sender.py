@@ -51,8 +51,7 @@ Say = Callable[[dict[str, Any]], None]
 
 
 class Sender:
-    """Hands what is new to the tracker and keeps what was sent. Any failure is raised: the next process begins where
-    the record says."""
+    """Hands what is new to the tracker and keeps what was sent. After a failure the next process begins there."""
 
     def __init__(self, run: Path, name: str, say: Say, made_with: dict[str, str]) -> None:
         config = read_object(run / "recipe.json", 1 << 24) or {"name": read_recipe(run).name}
