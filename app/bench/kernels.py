@@ -25,8 +25,8 @@ def step_kernels(
     """Seconds that the kernels of one optimizer step take alone, by kind: every matrix product once forward and once
     for either gradient, attention of every layer forward and backward, AdamW of all parameters.
 
-    rows, row_tokens: the batch, one document a row. Each distinct kernel runs once, warm, into memory that is there
-    already, and counts as often as the step needs it; AdamW runs over one layer's parameters, and counts for all.
+    rows, row_tokens: the batch, one document a row. Each distinct kernel runs once, warm, and counts as often as the
+    step needs it.
     """
     dtype = getattr(torch, train.compute_dtype)
     tokens = rows * row_tokens

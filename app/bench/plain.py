@@ -1,8 +1,5 @@
-"""What Penstock is compared with: the same training step in plain PyTorch, everything in memory.
-
-`plain_steps` is the step as most write it, `compiled_steps` the fastest one that is known here for a model whose
-activations fit.
-"""
+"""What Penstock is compared with: the same step in plain PyTorch, everything in memory, as most write it
+(`plain_steps`) and as fast as is known here for a model whose activations fit (`compiled_steps`)."""
 
 from __future__ import annotations
 
@@ -42,10 +39,9 @@ def plain_steps(
     """(loss, gradient norm, seconds) of an optimizer step on each of `batches`, a sequence of micro-batches.
 
     Weights and gradients of the compute dtype, gradient checkpointing of every layer (with `checkpointing`), fp32
-    master weights and moments in torch's fused AdamW, exact clipping by the global norm, micro-batches' gradients
-    summed in fp32. A bf16 gradient dies as soon as its fp32 copy exists, so the peak holds no parameter's gradient
-    twice; fp32 weights are their own masters. `weights`: float32 values to start from, by parameter name; without them
-    the model's own initialiser's.
+    master weights, moments (torch's fused AdamW) and sums of gradients, exact clipping by the global norm. A bf16
+    gradient dies as soon as its fp32 copy exists; fp32 weights are their own masters. `weights`: float32 values to
+    start from, by parameter name; None: the model's own initialiser's.
     """
     model, params, masters, own = _model(config, train, device, weights)
     if checkpointing:

@@ -1,9 +1,7 @@
 """`penstock bench plan`: what a plan promised against what the run then took, on this machine.
 
-Every case (`app/bench/plan_cases.py`) is a short real training in a process of its own. The run plans, measures one
-block's ops, plans again and leaves that forecast in its directory (plan.json); at its end it writes what it took. Here
-the two are compared: peak bytes of each tier, and the step's time with the median of all steps but the first, which
-allocates and compiles.
+Every case (`app/bench/plan_cases.py`) is a short real training in a process of its own. Compared are peak bytes of each
+tier, and the step's time with the median of all steps but the first, which allocates and compiles.
 """
 
 from __future__ import annotations
@@ -51,11 +49,8 @@ def train_case(recipe: dict[str, Any], run_dir: str) -> None:
 
 
 def bench_plan(*, json: bool = False, folder: Path | None = None, cases: Sequence[PlanCase]) -> dict[str, Any]:
-    """Run every case and print what was planned beside what was measured, as a table or JSON.
-
-    Returns the report. Run directories are below `folder` (the current one
-    when none) and removed. A case that fails stops no other. Raises UserError for a folder that is not there.
-    """
+    """Run every case and print what was planned beside what was measured, as a table or JSON; the report. A case that
+    fails stops no other. Runs are below `folder` (None: the current one) and removed; UserError without it."""
     require_folders(folder)
     rows = []
     for number, case in enumerate(cases, start=1):
@@ -87,10 +82,7 @@ def cases_here() -> Sequence[PlanCase]:
 
 
 def named_cases(names: str | None, *, tiny: bool = False) -> Sequence[PlanCase]:
-    """The cases of NAME[,NAME...], this machine's where none is named; `tiny`: cut to seconds on any machine.
-
-    Raises UserError for a name that does not exist.
-    """
+    """The cases of NAME[,NAME...], by default this machine's; `tiny`: cut to seconds. UserError for an unknown name."""
     known = {case.name: case for case in (*CASES, *CUDA_CASES, *cases_here())}
     wanted = [case.name for case in cases_here()] if names is None else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in known]:

@@ -1,9 +1,7 @@
 """What `penstock bench plan` predicts and then runs: small recipes that differ in all that a plan decides.
 
-Steps take about a second on two cores, so that what is measured is work and not dispatch.
-
-CUDA_CASES are the same decisions at a GPU's sizes, most telling first: budgets below LEAST_LIMIT_BYTES are not enforced
-there, and logits, cuBLAS and the allocator take more than CASES give.
+A step takes about a second on two cores, so that what is measured is work and not dispatch. CUDA_CASES are the same
+decisions at a GPU's sizes, most telling first: budgets below LEAST_LIMIT_BYTES are not enforced there.
 """
 
 from __future__ import annotations

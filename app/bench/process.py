@@ -1,7 +1,4 @@
-"""What benchmarks share: work in a process of its own, folders for it, and what is printed at the end.
-
-A child process ends at its time limit, with everything that it started, and with its parent.
-"""
+"""What benchmarks share: work in a process of its own, folders for it, and what is printed at the end."""
 
 from __future__ import annotations
 
@@ -40,10 +37,8 @@ def call(
     work: str, *arguments: Any, limit_s: float = math.inf, more: dict[str, str] | None = None, what: str = ""
 ) -> Any:
     """What the function `work`, as module:name, returns for `arguments` in a process of its own; all of it is JSON.
-
-    `more`: variables of its environment; `what` names the work in messages. Raises UserError of one line with the words
-    of the function's own UserError, and CallFailed for any other end.
-    """
+    `what` names it in messages; `more`: variables of its environment. Raises UserError of one line with the words of
+    the function's own UserError, and CallFailed for any other end."""
     command = child.command("app.bench.process", work, json.dumps(arguments))
     with tempfile.TemporaryFile("w+") as output:
         code = run_limited(command, limit_s, stdout=output, stderr=output, more=more)
@@ -131,11 +126,9 @@ def run_limited(
     cwd: str | None = None,
     grace_s: float = 0.0,
 ) -> int | None:
-    """The exit code of `command`, offline, None where it was ended after `limit_s` seconds.
-
-    `more`: further variables of its environment; `cwd`: the folder that it runs in. At the limit it may have `grace_s`
-    after an interrupt to say what it has found. Raises OSError where the command cannot be started.
-    """
+    """The exit code of `command`, offline, None where it was ended after `limit_s` seconds and, to say what it has
+    found, `grace_s` more after an interrupt. It ends with this process, and all that it started with it. `more`:
+    further variables of its environment. Raises OSError."""
     # A session of its own: what it starts (compilers) ends with it.
     process = subprocess.Popen(
         command,

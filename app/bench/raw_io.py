@@ -62,8 +62,7 @@ def move_files(drives: Sequence[RawFiles], slots: Sequence[torch.Tensor], *, wri
     """Overwrite or read every file, all drives at once, unsynced; cached where there is no direct I/O.
 
     Threads each move one whole file at a time, as many for a drive as the store uses. `slots`: uint8 [file_bytes] each,
-    from an arena, LOOP_THREADS for each drive are written from and read into. Memory matters: without the arena's huge
-    pages the kernel cuts requests four times smaller.
+    LOOP_THREADS for each drive, from an arena: without its huge pages the kernel cuts requests four times smaller.
     """
     flags = (os.O_WRONLY if write else os.O_RDONLY) | os.O_CLOEXEC
 

@@ -1,7 +1,7 @@
 """`penstock bench step`: one optimizer step of Penstock against plain PyTorch and against its kernels, in the same run.
 
-Every case runs in a process of its own, so that its peak resident memory is its own; the cases take turns, so that a
-change in the machine's load meets all of them. Penstock's memory is what the plain case that it is compared with took.
+Every case has a process of its own, for its peak resident memory; they take turns, so that a change in load meets all.
+Penstock's memory is what the plain case that it is compared with took.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ PROCESS_BYTES = 700 * MIB
 GPU_BYTES = {"bfloat16": 400 * MIB, "float32": 800 * MIB}
 """The least budgets.gpu: a block's slots and work at `MAX_CHUNK_TOKENS`, by what is computed in."""
 GRAPH_BYTES = {"bfloat16": 26 * 1024, "float32": 52 * 1024}
-"""Of a token and layer: what forward saves where nothing is computed again, as the plain cases without checkpointing
-do."""
+"""Of a token and layer: what forward saves where nothing is recomputed, as in the plain cases without checkpointing."""
 
 
 def parse_batch(text: str) -> tuple[int, int]:
@@ -72,9 +71,9 @@ def bench_step(
 ) -> dict[str, Any]:
     """Run every case `rounds` times, taking turns, `steps` timed steps each; print a table, or JSON with `json`.
 
-    batch: rows, and tokens of each. The NVMe case keeps its state below `folder` (the current directory when none) and
-    removes it. Returns for every case CASE_step_s, CASE_step_range_s and CASE_peak_rss_bytes (`kernels` has no peak
-    that means anything), `kernels_parts_s`, and the ratios of `ratios`. Raises UserError when a case fails.
+    batch: rows, and tokens of each. `folder` (None: the current one): where state on NVMe is. Returns for every case
+    CASE_step_s, CASE_step_range_s and CASE_peak_rss_bytes (`kernels` has no peak), `kernels_parts_s`, and what `ratios`
+    does. UserError when a case fails.
     """
     cases = [case for case in WORDS if case != "compiled" or _compiles()]
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
@@ -101,10 +100,9 @@ def bench_step(
 def ratios(figures: dict[str, Any]) -> dict[str, Any]:
     """`best_plain`, the fastest plain case, and what Penstock takes over it and over others.
 
-    `ram_ratio`, `nvme_ratio` and `ram_plain_ratio` are step times over the checkpointed plain one's; `best_plain_ratio`
-    and `nvme_best_plain_ratio` over the fastest plain one's; `kernels_ratio` is the step in RAM over the kernels alone.
-    `ram_rss_ratio` and `nvme_rss_ratio` are peak resident memory over the fastest plain one's, `ram_plain_rss_ratio`
-    over the checkpointed one's.
+    `*_ratio` are step times: `ram`, `nvme` and `ram_plain` over the checkpointed plain one's, `best_plain` (in RAM) and
+    `nvme_best_plain` over the fastest one's, `kernels` over the kernels alone. `*_rss_ratio` are peak resident memory
+    over the fastest plain one's, `ram_plain` over the checkpointed one's.
     """
     best = min((case for case in PLAIN if f"{case}_step_s" in figures), key=lambda case: figures[f"{case}_step_s"])
 
@@ -156,11 +154,8 @@ def _memory_bytes(case: str, runs: dict[str, list[dict[str, Any]]]) -> int:
 
 
 def budgets(case: str, memory_bytes: int, dtype: Literal["bfloat16", "float32"], tokens: int) -> BudgetConfig:
-    """Budgets within which a process of `case` takes at most `memory_bytes`.
-
-    In RAM the gpu tier has its least and room for the graphs of all layers, a byte of which saves more time than one of
-    the state, and the ram tier the rest; with state on NVMe the gpu tier has its least.
-    """
+    """Budgets within which a process of `case` takes at most `memory_bytes`: on the GPU the least, with state in RAM
+    also the graphs of all layers, a byte of which saves more time than one of the state; the rest is RAM."""
     left = max(0, memory_bytes - PROCESS_BYTES)
     gpu = GPU_BYTES[dtype]
     if case != "nvme":

@@ -1,12 +1,10 @@
 """`penstock bench storage`: the NVMe tier's reads and writes against what the drives give without it, in the same run.
 
-Raw: direct writes and reads of existing, initialised files of the chunk files' size, not synced, by as many threads as
-the store has. Store: `NvmeStore.write` of every part from arena slots and the commit that makes them durable, all of it
-timed; `NvmeStore.read` into arena slots, cold.
+Raw: direct writes and reads of existing files of the chunk files' size, not synced, by as many threads as the store
+has. Store: `NvmeStore.write` of every part from arena slots and the commit, all of it timed; `NvmeStore.read`, cold.
 
-Raw and store take turns and each round gives one ratio, so that a change in the machine's load or in the drive's mood
-meets both. Every second round runs the other way round: a drive (or a host's cache under a virtual one) reads faster
-what was written last.
+Both take turns and each round gives one ratio, so that a change in load or in the drive's mood meets both. Every second
+round runs the other way round: a drive (or a host's cache under a virtual one) reads faster what was written last.
 """
 
 from __future__ import annotations
@@ -71,9 +69,9 @@ def bench_storage(
     """Measure the folders `paths`, one on each drive: each by itself and, if several, all together.
 
     `size_bytes` is moved in each direction per measurement (less where space is short), in chunk files of `part_bytes`
-    of payload, `rounds` times. Prints the ratios, or JSON with `json`, and returns the figures: `read_ratio` and
-    `write_ratio` are store over raw, medians of the rounds' ratios, of all drives together. Everything is made in
-    hidden folders below `paths` and removed, also when interrupted. UserError on a folder that cannot be used.
+    of payload, `rounds` times. Prints a line, or JSON with `json`; in the figures `read_ratio` and `write_ratio` are
+    store over raw, medians of the rounds, of all drives together. What is made below `paths` is removed, also when
+    interrupted. UserError.
     """
     if part_bytes <= 0 or part_bytes % (ALIGN_NUMEL * 4):
         raise UserError(f"chunk size {part_bytes:,}: give a multiple of {ALIGN_NUMEL * 4:,} bytes, for example 32MiB")

@@ -53,7 +53,7 @@ def evaluate(
     The weights are streamed, so the model need not fit in memory. The number of questions and the expected time are
     printed first. Results for a run are kept in its evals/.
     """
-    from penstock.app.evaluation import public
+    from penstock.app.evaluation import run
     from penstock.app.planning.fit import context_sizes
 
     # Options are parameters of the same names there.
@@ -62,7 +62,7 @@ def evaluate(
         "lengths": None if lengths is None else context_sizes(lengths, "--lengths"),
     }
     given.pop("as_json")
-    result = public.evaluate(**given)
+    result = run.evaluate(**given)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
         return

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from penstock.app.cli.options import SetOption, argument, complete_recipes, option
-from penstock.app.console.working import Working, working
+from penstock.app.console.working import Working, say, working
 from penstock.app.launch import api
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable, shell
@@ -117,7 +117,7 @@ def data(
     if data is None:
         result, said = api.resolved_recipe(Path(recipe), overrides or [])
         for line in said:
-            print(printable(line), file=sys.stderr)
+            say(line)
     else:
         result = first_recipe(recipe, data, overrides or [])
         require_of_data(overrides or [])

@@ -1,7 +1,5 @@
-"""The command line: every command in its group, and what becomes of errors.
-
-What takes long to import is imported by the commands that need it, so that the others are instant.
-"""
+"""The command line: every command in its group, and what becomes of errors. Slow imports are in the commands that need
+them."""
 
 from __future__ import annotations
 
@@ -304,11 +302,9 @@ _LINE_CHARS = 2000
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code. A UserError is one message on stderr and exit code 2.
-
-    So are memory, threads or open files that are used up, a GPU that fails, and what the system refuses of a file that
-    it names. All else is a mistake of ours and gives its traceback.
-    """
+    """Run the command line; the exit code. One message on stderr and exit code 2 are for a UserError, memory, threads
+    or open files that are used up, a GPU that fails, and what the system refuses of a file that it names. All else is a
+    mistake of ours and gives its traceback."""
     stay_offline()
     open_standard_streams()
     code = 0

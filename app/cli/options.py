@@ -17,10 +17,7 @@ def argument(word: str, help: str, **more: Any) -> Any:
 
 
 def option(word: str, help: str, *names: str, **more: Any) -> Any:
-    """An option with a value: the word that stands for the value in --help, what it does, and its names.
-
-    Without a name it is called like its parameter.
-    """
+    """An option: the word for its value in --help, what it does, and its names, by default that of its parameter."""
     return typer.Option(*names, metavar=word, help=help, **more)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.app.cli.options import argument, option
-from penstock.app.console.working import Working
+from penstock.app.console.working import Working, say
 from penstock.engine import preparing
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable
@@ -71,7 +71,7 @@ def sample(
         )
         if not given:
             shown.end()
-            sampling.chat(result, decoding, _ask, on_start=_remark, on_text=_show)
+            sampling.chat(result, decoding, _ask, on_start=say, on_text=_show)
             return
         between = "\n" if chat else ""
         alone = len(given) == 1 and not as_json
@@ -80,7 +80,7 @@ def sample(
 
         def begin(text: str) -> None:
             shown.clear()
-            _remark(text)
+            say(text)
             if alone and not chat:
                 _show(given[0])
 
@@ -102,16 +102,12 @@ def sample(
         else:
             for number, one in enumerate(samples, 1):
                 _show(f"[{number}] {one.prompt}{between}{one.text}\n\n")
-        _remark(sampling.took(result))
+        say(sampling.took(result))
 
 
 def _remark_on(model: OpenedModel) -> None:
     for remark in model.take_remarks():
-        _remark(remark)
-
-
-def _remark(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
+        say(remark)
 
 
 def _show(text: str) -> None:

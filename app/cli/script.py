@@ -38,10 +38,8 @@ def _run_path(path: str) -> Path:
 
 
 def train_killed(arguments: list[str], kill_after: int) -> tuple[int, Path | None]:
-    """Run `penstock` with the arguments of a `train` that names its --run-dir, and kill it once a step has ended.
-
-    The process's exit code, and the run that was killed; None where it had ended before.
-    """
+    """Run `penstock` with the arguments of a `train` that names its --run-dir, and kill it once a step has ended. Its
+    exit code, and the run that was killed; None where it had ended before."""
     from penstock.app.runs.files import read_last, whole
     from penstock.storage.files import child
 

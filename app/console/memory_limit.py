@@ -1,7 +1,5 @@
-"""A bound on the memory of a process that shows runs, which those that it starts to train or plan do not have.
-
-Limits are inherited by whatever a process starts, and a training reserves far more addresses than memory.
-"""
+"""A bound on the memory of a process that shows runs, which those that it starts to train or plan do not have: a
+training reserves far more addresses than memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Rows of text that the command line and the terminal application draw, and the characters in them.
-
-A row is a list of (text, token). A token names a style (of tui/theme.py, or of a console): who makes rows knows no
-colours.
-"""
+"""Rows of text that the command line and the terminal application draw: lists of (text, token). A token names a style
+(of tui/theme.py, or of a console): who makes rows knows no colours."""
 
 from __future__ import annotations
 

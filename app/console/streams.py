@@ -1,8 +1,5 @@
-"""Standard streams that nobody may be at: a closed descriptor, a pipe whose reader is gone, a full disk.
-
-What cannot be printed is dropped, and a run trains on. The first error other than a reader's leave is kept, for the
-command to report once it is done.
-"""
+"""Standard streams that nobody may be at: a closed descriptor, a pipe whose reader is gone, a full disk. What cannot be
+printed is dropped; the first error but a reader's leave is kept, for the command to report at its end."""
 
 from __future__ import annotations
 

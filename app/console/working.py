@@ -1,7 +1,5 @@
-"""What a command is doing and how far it is, on standard error, once it takes longer than a few seconds.
-
-On a terminal it is one line that is rewritten and erased at the end; elsewhere a plain line now and then.
-"""
+"""What a command is doing and how far it is, on standard error, once it takes longer than a few seconds: on a terminal
+a line that is rewritten and erased at the end; elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ _active: Working | None = None
 
 
 class Working:
-    """Shows what is under way. An `engine.preparing.Listener`; `engine.preparing.report` says how far a step is.
-
-    `each`: print a line each time that something is told, terminal or not.
-    """
+    """Shows what is under way, as an `engine.preparing.Listener`. `each`: a line for each word of it, terminal or
+    not."""
 
     def __init__(self, *, each: bool = False) -> None:
         self._each = each
@@ -139,6 +135,11 @@ def working(what: str) -> Iterator[Working]:
     """While entered, the command is doing `what`: by itself, or as a step of what is shown already."""
     with Working() if _active is None else contextlib.nullcontext(_active) as shown, shown.step(what):
         yield shown
+
+
+def say(text: str) -> None:
+    """A line on standard error, beside what a command is for."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _write(text: str) -> None:

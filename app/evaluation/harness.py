@@ -10,7 +10,6 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +21,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from penstock.app.evaluation.queried import OnDone, Pair, QueriedModel, Requests, Writing
+from penstock.app.evaluation.queried import OnDone, Pair, QueriedModel, Requests
 from penstock.app.hub.access import is_unreachable, online, replaced
 from penstock.app.hub.names import offline_wanted
 from penstock.engine.data.text.chat import ChatTemplate
+from penstock.engine.generate.decode import Decoding
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line, printable
 
@@ -38,20 +38,6 @@ _NAMED = 3
 """Near names that are told."""
 _GREEDY_ANYWAY = {"do_sample", "top_k", "top_p", "min_p", "typical_p", "temperature", "num_return_sequences"}
 """Settings of generation that change nothing where the likeliest token is taken."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskOptions:
-    """How tasks are asked."""
-
-    limit: int | None = None
-    """The first so many documents of each task; None: all."""
-    num_fewshot: int | None = None
-    """Examples before each question; None: as many as the task says."""
-    chat: ChatTemplate | None = None
-    """Prompts are a user's message under this template."""
-    system: str | None = None
-    """A system message before it, or a text before every prompt."""
 
 
 class TaskNames(NamedTuple):
@@ -77,10 +63,8 @@ def _matching(name: str, manager: TaskManager) -> list[str]:
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None, others: Sequence[str] = ()) -> TaskNames:
-    """The tasks, groups and tags of `names`, in which * stands for anything; `others`: names that are told besides.
-
-    Raises UserError with the nearest names for one that there is not.
-    """
+    """The tasks, groups and tags of `names`, in which * stands for anything. Raises UserError for one that there is
+    not, with the nearest names, `others` among them."""
     if include_path is not None and not include_path.is_dir():
         raise UserError(
             f"--include-path {printable(include_path)}: no such folder; give a folder with tasks as .yaml files"
@@ -100,35 +84,40 @@ def find_tasks(names: Sequence[str], include_path: Path | None, others: Sequence
 def query_tasks(
     queried: QueriedModel,
     index: TaskNames,
-    options: TaskOptions,
     *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat: ChatTemplate | None = None,
+    system: str | None = None,
     report: Callable[[Requests], None],
     say: Callable[[str], None],
     on_done: OnDone,
 ) -> dict[str, Any]:
     """Evaluate tasks; JSON: `tasks` and `groups` by name, each with its `metrics`.
 
-    `report` hears once what will be evaluated, before anything is; `say` of data that is fetched; `on_done` of requests
-    that are done. Raises UserError for tasks that there are not or that cannot be evaluated.
+    `limit`: the first so many documents of each task; `num_fewshot`: examples before each question, None as many as the
+    task says; `chat`: prompts are a user's message under this template, `system` is one before it, or before every
+    text. `report` hears once what will be evaluated, `say` of data that is fetched, `on_done` of requests that are
+    done. Raises UserError for tasks that cannot be evaluated.
     """
-    model = HarnessModel(queried, options.chat, report, on_done)
+    model = HarnessModel(queried, chat, report, on_done)
     with _seeded(), _silent():
         loaded = _load(index, say)
         tasks = loaded["tasks"]
         for name, task in tasks.items():
             _require_possible(name, task)
-            _configure(task, options.num_fewshot)
+            _configure(task, num_fewshot)
         model.tasks = list(tasks.values())
         try:
             results: Any = evaluate(
                 lm=model,
                 task_dict=loaded,
-                limit=options.limit,
+                limit=limit,
                 bootstrap_iters=_BOOTSTRAP_DRAWS,
                 log_samples=False,
-                system_instruction=options.system,
-                apply_chat_template=options.chat is not None,
-                fewshot_as_multiturn=options.chat is not None,
+                system_instruction=system,
+                apply_chat_template=chat is not None,
+                fewshot_as_multiturn=chat is not None,
             )
         except (ValueError, TypeError, LookupError, AssertionError, AttributeError) as error:
             if model.asking or isinstance(error, UserError):
@@ -341,17 +330,19 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         self._announce()
-        groups: dict[Writing, list[int]] = {}
+        groups: dict[tuple[Decoding, tuple[str, ...]], list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(self._writing(request), []).append(number)
         result: dict[int, str] = {}
         with self._asks():
-            for writing, numbers in groups.items():
+            for (decoding, until), numbers in groups.items():
                 prompts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
-                result |= dict(zip(numbers, self._queried.write(prompts, writing, self._on_done), strict=True))
+                texts = self._queried.write(prompts, decoding, self._on_done, until=until)
+                result |= dict(zip(numbers, texts, strict=True))
         return [result[number] for number in range(len(requests))]
 
-    def _writing(self, request: Any) -> Writing:
+    def _writing(self, request: Any) -> tuple[Decoding, tuple[str, ...]]:
+        """How a text is continued, and the texts before the first of which it ends."""
         settings: Any = dict(normalize_gen_kwargs(request.args[1], _DEFAULT_NEW_TOKENS))
         until, new_tokens = settings.pop("until"), settings.pop("max_gen_toks")
         sampled = bool(settings.get("do_sample")) and float(settings.get("temperature", 0.0)) > 0
@@ -365,8 +356,9 @@ class HarnessModel(TemplateLM):
             )
         until = tuple(stop for stop in [*until, self._queried.tokenizer.decode([self.eot_token_id])] if stop)
         if not sampled:
-            return Writing(new_tokens, until)
-        return Writing(new_tokens, until, float(settings["temperature"]), float(settings.get("top_p", 1.0)))
+            return Decoding(new_tokens=new_tokens), until
+        temperature, top_p = float(settings["temperature"]), float(settings.get("top_p", 1.0))
+        return Decoding(new_tokens=new_tokens, temperature=temperature, top_p=top_p), until
 
     @contextlib.contextmanager
     def _asks(self) -> Iterator[None]:
@@ -384,7 +376,7 @@ class HarnessModel(TemplateLM):
             if request.request_type == "generate_until":
                 texts += request.repeats
                 prompt_tokens += request.repeats * len(self._queried.encode(request.args[0]))
-                new_tokens = max(new_tokens, self._writing(request).new_tokens)
+                new_tokens = max(new_tokens, self._writing(request)[0].new_tokens)
             else:
                 likelihoods += request.repeats
                 likelihood_tokens += request.repeats * len(self._queried.encode("".join(request.args)))

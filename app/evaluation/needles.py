@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from penstock.app.evaluation.queried import OnDone, QueriedModel, Requests, Writing
+from penstock.app.evaluation.queried import OnDone, QueriedModel, Requests
 from penstock.app.runs.recall_view import RecallMap
 from penstock.engine.data.needles.retrieval import KINDS, Haystacks, Kind, Question, found_values, questions, recall
 from penstock.engine.data.text.chat import ChatTemplate
+from penstock.engine.generate.decode import Decoding
 from penstock.storage.files.errors import UserError
 
 NAMES: dict[str, tuple[Kind, ...]] = {"needles": KINDS} | {f"needles_{kind}": (kind,) for kind in KINDS}
@@ -25,10 +26,8 @@ def default_lengths(context: int) -> tuple[int, ...]:
 def make_questions(
     queried: QueriedModel, haystacks: Haystacks, chat: ChatTemplate | None, system: str | None
 ) -> list[tuple[Question, list[int]]]:
-    """The questions and their prompts as token ids, behind a `system` message or text.
-
-    Raises UserError where a length is more than the model's context, or has no room for a question.
-    """
+    """The questions and their prompts as token ids, behind a `system` message or text. Raises UserError for a length
+    beyond the context, or without room for a question."""
     if queried.limit is not None and (longest := max(haystacks.lengths)) > queried.limit:
         raise UserError(f"--lengths {longest:,}: exceeds the model's context of {queried.limit:,} tokens")
     if haystacks.new_tokens >= queried.context:
@@ -64,7 +63,7 @@ def query_needles(
     report(Requests(0, 0, len(made), sum(len(ids) for _, ids in made), haystacks.new_tokens))
     answers = queried.write(
         [ids for _, ids in made],
-        Writing(haystacks.new_tokens),
+        Decoding(new_tokens=haystacks.new_tokens),
         on_done,
         lambda place, text: all(found_values(asks[place], text)),
     )

@@ -23,16 +23,6 @@ OnDone = Callable[[int], None]
 Enough = Callable[[int, str], bool]
 
 
-class Writing(NamedTuple):
-    """How texts are continued."""
-
-    new_tokens: int
-    until: tuple[str, ...] = ()
-    """A text ends before the first of these."""
-    temperature: float = 0.0
-    top_p: float = 1.0
-
-
 class Requests(NamedTuple):
     """What will be asked."""
 
@@ -49,12 +39,8 @@ class Requests(NamedTuple):
 
 
 class QueriedModel:
-    """A model with its tokenizer.
-
-    Attributes: `tokenizer`, `template` (of chats; None: there is none), `limit` (tokens that the model takes; None: not
-    known), `context` (tokens of a window), `prefix_id` (what stands before a text without context),
-    `end_id`, `batch_tokens`.
-    """
+    """A model with its tokenizer: `limit` is the tokens that it takes (None: not known), `context` those of a window,
+    `prefix_id` what stands before a text without context."""
 
     def __init__(self, model: OpenedModel, *, batch_tokens: int = SCORED_TOKENS, seed: int = 0) -> None:
         """Raises UserError where the model has no tokenizer."""
@@ -112,36 +98,33 @@ class QueriedModel:
         return context[-(self.context + 1 - len(continuation)) :], continuation
 
     def write(
-        self, prompts: Sequence[Sequence[int]], writing: Writing, on_done: OnDone, enough: Enough | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        decoding: Decoding,
+        on_done: OnDone,
+        enough: Enough | None = None,
+        until: Sequence[str] = (),
     ) -> list[str]:
-        """Continue each prompt, until `enough` says so of (which prompt, its text so far); one that leaves no room
-        loses its beginning. Raises UserError where the new tokens alone have no room."""
-        space = self.context - writing.new_tokens
+        """Continue each prompt up to the first text of `until`, or until `enough` says so of (which prompt, its text so
+        far); one that leaves no room loses its beginning. Raises UserError where the new tokens alone have no room."""
+        space = self.context - decoding.new_tokens
         if space < 1:
             raise UserError(
-                f"{writing.new_tokens:,} new tokens leave no room for a prompt in a context of {self.context:,} tokens"
+                f"{decoding.new_tokens:,} new tokens leave no room for a prompt in a context of {self.context:,} tokens"
             )
         cut = [list(ids[-space:]) for ids in prompts]
-        decoding = Decoding(
-            new_tokens=writing.new_tokens,
-            temperature=writing.temperature,
-            top_p=writing.top_p,
-            stop_ids=self._model.stop_ids | {self.end_id},
-        )
+        decoding = replace(decoding, stop_ids=self._model.stop_ids | {self.end_id})
         result: dict[int, str] = {}
-        for number, batch in enumerate(batches_of([len(ids) + writing.new_tokens for ids in cut], self.batch_tokens)):
+        for number, batch in enumerate(batches_of([len(ids) + decoding.new_tokens for ids in cut], self.batch_tokens)):
             drawn = replace(decoding, seed=self._seed + number)
-            made = self._model.generate([cut[i] for i in batch], drawn, _ends(self, batch, writing.until, enough))
-            result |= {i: before(self.decode(one.ids), writing.until) for i, one in zip(batch, made, strict=True)}
+            made = self._model.generate([cut[i] for i in batch], drawn, _ends(self, batch, until, enough))
+            result |= {i: before(self.decode(one.ids), until) for i, one in zip(batch, made, strict=True)}
             on_done(len(batch))
         return [result[i] for i in range(len(prompts))]
 
 
 def _ends(model: QueriedModel, numbers: Sequence[int], until: Sequence[str], enough: Enough | None) -> OnToken:
-    """Ends sequences in which a text of `until` has come, or of which `enough` says so.
-
-    `numbers`: which prompt each sequence continues, as `enough` counts them.
-    """
+    """Ends sequences, each of the prompt of its number, once a text of `until` has come or `enough` says so."""
     written: list[list[int]] = [[] for _ in numbers]
     tail = max(map(len, until), default=0) + _TAIL_TOKENS
 

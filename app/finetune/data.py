@@ -113,11 +113,8 @@ class Source:
         return result
 
     def prompts(self, data: DataConfig, text_tokens: int, most: int) -> Iterator[tuple[str, int]]:
-        """What comes before the first answer of documents held out, or of the first ones where none are; and the tokens
-        of that answer.
-
-        Of a text it is the beginning, and 0. A beginning of more than `most` tokens is left out.
-        """
+        """What comes before the first answer of documents held out, or of the first ones where none are, and that
+        answer's tokens; of a text its beginning, and 0. One of more than `most` tokens is left out."""
         from penstock.engine.data.packing import split_documents
 
         numbers = np.arange(min(_LOOKED_AT, len(self)))
@@ -194,10 +191,8 @@ class Source:
 
 
 def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool = True) -> Source:
-    """Tokenise the data of a recipe with its model's tokenizer, or open what is cached of it.
-
-    `with_model` False: of the model only the tokenizer is looked at.
-    """
+    """Tokenise the data of a recipe with its model's tokenizer, or open what is cached of it; `with_model` False:
+    nothing else of the model is looked at."""
     from penstock.app.hub.fetch import fetched
     from penstock.app.planning.inputs import require_data, require_inputs
 

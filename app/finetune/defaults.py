@@ -1,8 +1,5 @@
-"""What `penstock finetune` chooses for a fine-tune, each value with its reason in a few words.
-
-Pure arithmetic on what was found of the model and the data. A field that the user has set stays as it is, and what
-depends on it follows it.
-"""
+"""What `penstock finetune` chooses, each value with its reason in a few words: arithmetic on what was found of the
+model and the data. A field that the user has set stays as it is, and what depends on it follows it."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ Thinking Machines Lab, 2025)."""
 WARMUP = 0.03
 """Of the steps."""
 EPOCHS = ((10 * 10**6, 3), (100 * 10**6, 2), (math.inf, 1))
-"""Tokens of the data below which -> epochs. Repeating text up to four times is nearly as good as new text
-(arXiv 2305.16264)."""
+"""Tokens below which -> epochs. Repeating text up to four times is nearly as good as new text (arXiv 2305.16264)."""
 LARGE = 7 * 10**9
 STEP_TOKENS = (65_536, 131_072)
 """Of a step, of models below `LARGE` parameters and from there on: what streams wants more work for each pass."""

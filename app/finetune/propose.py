@@ -1,7 +1,5 @@
-"""`penstock finetune`: from a model and a file to a recipe that can be planned, edited and trained. Nothing is printed.
-
-The data is tokenised once: what the report was made of is what the run trains on.
-"""
+"""`penstock finetune`: from a model and a file to a recipe to plan, edit and train. The data is tokenised once: what
+the report was made of is what the run trains on."""
 
 from __future__ import annotations
 
@@ -63,10 +61,8 @@ def propose(
     machine: str = "",
     listener: Listener | None = None,
 ) -> Proposal:
-    """Look at a model and at data, and choose what the user did not say. UserError for what cannot be trained.
-
-    `overrides`: as `--set` takes them. `machine`: a preset or profile that it is planned for.
-    """
+    """Look at a model and at data, and choose what `overrides`, as `--set` takes them, do not say. `machine`: what it
+    is planned for. UserError for what cannot be trained."""
     if epochs is not None and not 0 < epochs <= 10_000:
         raise UserError(f"--epochs: {epochs:g} must be above 0, and 10,000 at most")
     given = given_values(overrides)
@@ -243,10 +239,8 @@ def recipe_file(recipe: Recipe) -> Path:
 
 
 def write_recipe(proposal: Proposal, path: Path, words: Sequence[str], *, overwrite: bool = False) -> None:
-    """Write the recipe as a Python file, or as JSON where the name ends so. UserError where it cannot be written.
-
-    An existing file is left as it is, unless `overwrite`.
-    """
+    """Write the recipe as Python, or as JSON where the name ends so. UserError where that cannot be done, or the file
+    is there, unless `overwrite`."""
     if path.suffix == ".json":
         save_recipe(path, proposal.recipe, overwrite=overwrite)
         return
@@ -272,12 +266,6 @@ def require_new_run(run_dir: Path | None) -> None:
         raise UserError(f"run directory {run_dir}: is {what}; choose another --run-dir")
     if any(run_dir.iterdir()):
         raise UserError(f"run directory {run_dir}: is not empty; choose another --run-dir")
-
-
-def require_fits(forecast: Mapping[str, Any]) -> None:
-    """UserError, with what is short, for a plan that does not fit."""
-    if not forecast["fits"]:
-        raise UserError(f"does not fit: {forecast['refusal']['message']}")
 
 
 def command(

@@ -1,7 +1,4 @@
-"""What was found of a model's data: lengths, what is trained, and documents with their trained tokens marked.
-
-Plain figures that the command line prints, the form shows and `--json` hands to programs.
-"""
+"""What was found of a model's data, in plain figures: lengths, and documents with their trained tokens marked."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ class Bar(NamedTuple):
 
 
 def histogram(lengths: NDArray[np.int64]) -> list[Bar]:
-    """Documents by length, [documents], in bars that double, so that short and long ones are both seen.
-
-    Bars at either end without a document are left out.
-    """
+    """Documents by length, [documents], in bars that double, so that short and long ones are seen; no end is empty."""
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)  # most tokens of a bar: 2**power
     first, last = int(powers.min()), int(powers.max())
     first = max(first, last - _BINS + 1)
@@ -72,10 +66,7 @@ def length_figures(lengths: NDArray[np.int64], trained: NDArray[np.int64], row: 
 
 
 def sample(document: Document, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """A document as people read it: its text in pieces, each with whether its tokens are trained.
-
-    The first token is never one: nothing comes before it.
-    """
+    """A document as people read it: text in pieces, each with whether it is trained. The first token never is."""
     ids = document.ids
     trained = np.ones(len(ids), dtype=bool) if document.weights is None else document.weights > 0
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.cells import cell_len, chop_cells
+from rich.cells import cell_len
 
 from penstock.app.console.rows import Glyphs, Page, Row, merged
 from penstock.storage.files.units import params_text, percent_text
@@ -110,21 +110,13 @@ def marked_rows(pieces: Sequence[Piece], width: int, glyphs: Glyphs, most: int =
         parts.append((piece["text"].expandtabs(4), token))
         parts += [(closing, "good bold")] if trained else []
         for text, style in parts:
-            for number, line in enumerate(text.split("\n")):
-                if number:
+            for char in text:
+                if char == "\n" or used + cell_len(char) > width:
                     yield merged(row)
                     row, used = [], 0
-                while line:
-                    if cell_len(line) <= width - used:
-                        row.append((line, style))
-                        used += cell_len(line)
-                        break
-                    head = chop_cells(line, width - used)[0] if used < width else ""
-                    if head and cell_len(head) <= width - used:
-                        row.append((head, style))
-                        line = line[len(head) :]
-                    yield merged(row)
-                    row, used = [], 0
+                if char != "\n":
+                    row.append((char, style))
+                    used += cell_len(char)
     if row:
         yield merged(row)
 

@@ -1,8 +1,5 @@
-"""Models and data sets of the Hugging Face hub, fetched into its cache when they are asked for, and checked.
-
-`huggingface_hub` does the fetching. Everything that goes wrong is one line; files that are complete stay in the cache,
-so that the same command goes on from there.
-"""
+"""Models and data sets of the Hugging Face hub, fetched into its cache when they are asked for, and checked. What goes
+wrong is one line; complete files stay in the cache, so that the same command goes on from there."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from penstock.app.console.working import working
+from penstock.app.console.working import say, working
 from penstock.app.hub.access import cache, elsewhere, explaining, is_unreachable, online, quiet, repo_folder
 from penstock.app.hub.names import HubName, Kind, is_hub, offline_wanted, on_hub, parse_hub
-from penstock.app.hub.progress import fetching, say
+from penstock.app.hub.progress import fetching
 from penstock.engine import preparing
 from penstock.engine.config import Recipe
 from penstock.storage.files.errors import UserError
@@ -46,11 +43,8 @@ class _File(NamedTuple):
 
 
 def model_folder(name_or_path: str | Path, *, config_only: bool = False) -> Path:
-    """The folder of a model: a local one as it is, one of the hub once it is in the cache.
-
-    Of the hub come config, tokenizer and *.safetensors; with `config_only` nothing but config.json.
-    Raises UserError, one line, where it cannot be had.
-    """
+    """The folder of a model: a local one as it is, one of the hub once its config, tokenizer and *.safetensors are in
+    the cache; with `config_only` config.json alone. Raises UserError, one line, where it cannot be had."""
     hub = on_hub(name_or_path)
     return Path(name_or_path).expanduser() if hub is None else _folder(hub, "model", config_only=config_only)
 
@@ -62,10 +56,8 @@ def dataset_folder(name_or_path: str | Path) -> Path:
 
 
 def fetched(recipe: Recipe, *, weights: bool = True) -> Recipe:
-    """The recipe with local folders in place of what it names on the hub, which is fetched.
-
-    Without `weights` of a model only what a run from scratch needs: its config and its tokenizer.
-    """
+    """The recipe with local folders in place of what it names on the hub, which is fetched; without `weights` only
+    config and tokenizer of the model."""
 
     def local(name: Any, kind: Kind, *, weights: bool = False) -> Any:
         """The folder of what is on the hub; anything else as it is."""
@@ -81,10 +73,8 @@ def fetched(recipe: Recipe, *, weights: bool = True) -> Recipe:
 
 
 def for_plan(recipe: Recipe, *, fetch: bool = True) -> Recipe:
-    """The recipe as a plan needs it: of a model on the hub config.json alone is fetched, of data sets nothing.
-
-    With `fetch` False, whoever types a name is not waited for: only what is in the cache counts.
-    """
+    """The recipe as a plan needs it: of a model on the hub config.json alone, of data sets nothing. Without `fetch`
+    only the cache counts: nobody waits for a name that is being typed."""
     model, data = recipe.model, recipe.data
     if is_hub(model.path):
         hub = parse_hub(str(model.path))

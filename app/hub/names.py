@@ -54,10 +54,8 @@ def parse_hub(text: str | Path) -> HubName:
 
 
 def on_hub(text: str | Path) -> HubName | None:
-    """The repository that a command's MODEL or DATA names: by hf://, or as OWNER/NAME where no such path is near.
-
-    A name whose first part is a folder here, or that ends like a file, is a slip of a path: None.
-    """
+    """The repository that a command's MODEL or DATA names: by hf://, or as OWNER/NAME where no such path is near. A
+    name whose first part is a folder here, or that ends like a file, is a slip of a path: None."""
     if is_hub(text):
         return parse_hub(text)
     word = str(text)

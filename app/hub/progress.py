@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.app.console.working import working
+from penstock.app.console.working import say, working
 from penstock.app.hub.names import HubName
 from penstock.engine import preparing
 from penstock.storage.files.units import bytes_text, duration_text
-from penstock.storage.files.untrusted import printable
-
-
-def say(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def fetching(hub: HubName, total: int) -> Iterator[type[Any]]:
-    """Tells how far a download of `total` bytes is, and on standard error when it is done.
-
-    What it counts by is a kind of bar for huggingface_hub, which shows nothing itself.
-    """
+    """Tells how far a download of `total` bytes is, and on standard error when it is done; gives a kind of bar that
+    shows nothing, by which huggingface_hub counts."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     counts: dict[int, int] = {}

@@ -11,7 +11,7 @@ from penstock.app.console.loading import loading, uncollected
 from penstock.app.hub import fetch
 from penstock.app.hub.names import on_hub
 from penstock.app.launch.callbacks import Callbacks, OnMessage, OnSample, OnStep, OnValidation
-from penstock.app.planning.opened import Opened, opened
+from penstock.app.planning.opened import opened
 from penstock.app.recipes.recipe import apply_overrides, change_run, load_recipe, resolve_paths
 from penstock.app.runs import control, offsite
 from penstock.app.runs.checkpoints import checkpoint_named, copy_state_of, make_for_export
@@ -60,12 +60,8 @@ def begin(
 ) -> Path:
     """`train`, in a process of the run's own where there is no `guest`; `is_shown`: so were the plan's notes."""
     from penstock.app.launch.run import run_training
-    from penstock.app.planning.inputs import require_inputs
 
-    resolved, said = resolved_recipe(
-        recipe, overrides, from_scratch=from_scratch, get=lambda given: fetch.fetched(given, weights=not from_scratch)
-    )
-    require_inputs(resolved)
+    resolved, said = ready_recipe(recipe, overrides, from_scratch)
     if resolved.after.push is not None:
         from penstock.app.hub.push import require_push
 
@@ -106,7 +102,8 @@ def finetune(
         tuning.require_new(file)
     tuning.require_new_run(None if run_dir is None else Path(run_dir))
     result = tuning.propose(str(model), str(data), overrides=overrides, epochs=epochs)
-    tuning.require_fits(plan(result.recipe))
+    if not (forecast := plan(result.recipe))["fits"]:
+        raise UserError(f"does not fit: {forecast['refusal']['message']}")
     file = file or tuning.recipe_file(result.recipe)
     tuning.write_recipe(result, file, tuning.command(str(model), str(data), overrides, epochs))
     return train(
@@ -270,8 +267,7 @@ def export_named(
 
 
 def export_dcp(path: Path, out_dir: Path, checkpoint: str | None) -> tuple[str | None, list[str]]:
-    """Write a run's last generation, or a checkpoint's, as a DCP checkpoint at `out_dir`, new or empty: as
-    `export_named`."""
+    """As `export_named`, but a DCP checkpoint at `out_dir`, new or empty."""
     out = out_dir.expanduser().absolute()
 
     def write(recipe: Recipe, name: str | None) -> list[str]:
@@ -287,11 +283,9 @@ def export_dcp(path: Path, out_dir: Path, checkpoint: str | None) -> tuple[str |
 def _exported(
     path: Path, out_dir: Path, checkpoint: str | None, write: Callable[[Recipe, str | None], list[str]]
 ) -> tuple[str | None, list[str]]:
-    """Export a run's state to a new folder by `write`, which is given the recipe and the checkpoint to read.
-
-    None is the last generation, while which is read nobody else may work on the run: of a running one a checkpoint is
-    made first. The name of that, and what `write` has to say.
-    """
+    """Export a run's state to a new folder by `write`, given the recipe and the checkpoint: None is the last
+    generation, while which is read nobody else may work on the run, so that of a running one a checkpoint is made
+    first. The name of that, and what `write` has to say."""
     from penstock.app.launch.run import require_new_folder
 
     checkpoint, made = checkpoint_named(path, checkpoint), None
@@ -320,15 +314,26 @@ def _after(
     return AfterConfig(export=True, export_merged=whole, export_dtype=cast(Any, wanted), export_shard=size, push=push)
 
 
+def ready_recipe(recipe: Recipe | str | Path, overrides: Sequence[str], from_scratch: bool) -> tuple[Recipe, list[str]]:
+    """As `resolved_recipe`, with all that is on the hub fetched. UserError where a run of it would lack something."""
+    from penstock.app.planning.inputs import require_inputs
+
+    resolved, said = resolved_recipe(
+        recipe, overrides, from_scratch=from_scratch, get=lambda given: fetch.fetched(given, weights=not from_scratch)
+    )
+    require_inputs(resolved)
+    return resolved, said
+
+
 def resolved_recipe(
     recipe: Recipe | str | Path,
     overrides: Sequence[str],
     *,
     from_scratch: bool = False,
     get: Callable[[Recipe], Recipe] = lambda recipe: recipe,
-) -> Opened:
-    """The recipe with its overrides, its paths absolute and its data found; `get` puts folders in place of names on the
-    hub. UserError."""
+) -> tuple[Recipe, list[str]]:
+    """The recipe with its overrides, its paths absolute and its data found, and what to tell of it; `get` puts folders
+    in place of names on the hub. UserError."""
     result = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     resolved = get(resolve_paths(apply_overrides(result, overrides), Path.cwd()))
     if from_scratch:

@@ -44,10 +44,8 @@ class CallbackError(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class Callbacks:
-    """Functions of the program around a run, called in the thread that trains, between two steps.
-
-    What one of them raises ends the run, but for StopTraining, which stops it.
-    """
+    """Functions of the program around a run, called in the thread that trains, between two steps. What one raises ends
+    the run; StopTraining stops it."""
 
     on_step: OnStep | None = None
     on_validation: OnValidation | None = None

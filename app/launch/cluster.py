@@ -10,11 +10,9 @@ from rich.console import Console
 
 from penstock.app.console.loading import loading
 from penstock.app.console.printing import short_path
-from penstock.app.hub import fetch
-from penstock.app.launch.api import resolved_recipe
+from penstock.app.launch.api import ready_recipe
 from penstock.app.launch.run import RunObserver
 from penstock.app.launch.signals import StopRequested, StopSignals
-from penstock.app.planning.inputs import require_inputs
 from penstock.app.recipes.recipe import change_run, from_dict
 from penstock.app.runs import control
 from penstock.app.runs.directory import RunDir, find_run, read_recipe
@@ -56,12 +54,10 @@ def run_cluster(
     from_scratch: bool = False,
     context_parallel: int = 1,
 ) -> bool:
-    """Train a recipe, or go on with a run, with all processes that torchrun has started; False where another of them
-    says why not.
+    """Train a recipe, or go on with a run, with all processes of torchrun; False where another of them says why not.
 
-    `given`: a recipe as `penstock train` takes it, or a DCP checkpoint of a run, with `run_dir` on a disk that all
-    machines share; or a run's directory. A directory that holds a run already goes on, so that a restart is the same
-    command. Raises UserError.
+    `given`: a recipe, or a DCP checkpoint of a run, with `run_dir` on a disk that all machines share; or a run's
+    directory. A directory that holds a run already goes on, so that a restart is the same command. Raises UserError.
     """
     with loading():
         from penstock.engine.cluster.ranks import SaidElsewhereError, joined
@@ -97,10 +93,7 @@ def _resolve(
         before = from_dict(read_record(Path(given)).recipe, given, is_run=True)
         recipe = change_run(before, overrides, Path.cwd())
         return recipe, run_dir.absolute(), idle_notes(recipe, before)
-    recipe, said = resolved_recipe(
-        given, overrides, from_scratch=from_scratch, get=lambda result: fetch.fetched(result, weights=not from_scratch)
-    )
-    require_inputs(recipe)
+    recipe, said = ready_recipe(given, overrides, from_scratch)
     return recipe, run_dir.absolute(), said
 
 
@@ -175,11 +168,8 @@ def _outcome(result: ClusterResult) -> str:
 
 
 def import_dcp(given: Path, *, run_dir: Path | None, overrides: Sequence[str] = ()) -> tuple[Path, int]:
-    """Make a run directory of a DCP checkpoint, or of the newest one of a run; it, and the step that it is at.
-
-    `overrides` change all but the model and the data, as those of a resumed run. Raises UserError; then nothing is
-    left.
-    """
+    """Make a run directory of a DCP checkpoint, or of the newest one of a run; it, and its step. `overrides`: as of a
+    resumed run. Raises UserError; then nothing is left."""
     with loading():
         from penstock.engine.cluster.convert import read_dcp
         from penstock.engine.cluster.layout import read_record

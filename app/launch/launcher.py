@@ -1,8 +1,5 @@
-"""Starts runs that outlive whoever started them, and other commands, in processes of their own: for the terminal UI.
-
-A started run has a session of its own, so that neither Ctrl-C nor a closed terminal reaches it; what it prints goes to
-`output.log` in its run directory.
-"""
+"""Starts runs that outlive whoever started them, and other commands, for the terminal UI: each in a session of its own,
+which neither Ctrl-C nor a closed terminal reaches. What a run prints goes to its `output.log`."""
 
 from __future__ import annotations
 
@@ -36,9 +33,6 @@ _SAID_BYTES = 1 << 16
 _words: dict[Path, tuple[subprocess.Popen[bytes], BinaryIO]] = {}
 """Run directory -> the process started there and its output, which can be read when the run has left nothing."""
 
-_children: list[subprocess.Popen[bytes]] = []
-"""Started processes, which are asked for their end now and then so that none stays a zombie."""
-
 
 class CommandResult(NamedTuple):
     code: int
@@ -55,9 +49,7 @@ def command(arguments: list[str], root: Path | None = None) -> CommandResult:
 
 def start(recipe: Recipe, root: Path) -> Path:
     """Start training a recipe below `root`/runs, detached; relative paths are taken from `root`. The run directory.
-
-    Raises UserError when it cannot start, which leaves no run behind.
-    """
+    Raises UserError when it cannot start, which leaves no run behind."""
     recipe = resolve_paths(recipe, root.resolve())
     require_inputs(recipe)
     path = _make_folder(root.resolve() / "runs", recipe.name)
@@ -74,10 +66,8 @@ def start(recipe: Recipe, root: Path) -> Path:
 
 
 def last_words(run_path: Path) -> str | None:
-    """What a run that this process has started said at last, where it failed and left no directory behind.
-
-    None for any other, and while its process has not ended.
-    """
+    """The last words of a run that this process has started, where it failed and left no directory behind; else
+    None."""
     process, output = _words.get(run_path.resolve(), (None, None))
     if process is None or output is None or run_path.exists() or process.poll() is None:
         return None
@@ -87,10 +77,8 @@ def last_words(run_path: Path) -> str | None:
 
 
 def resume(run_path: Path) -> None:
-    """Let a paused run go on, or start training a stopped, failed or crashed one, detached.
-
-    Raises UserError when it cannot start, or is running.
-    """
+    """Let a paused run go on, or start training one that has ended, detached. UserError when it is running, or
+    cannot."""
     run_path = run_path.resolve()
     recipe = read_recipe(run_path)
     if (run_path / "data" / "corpus" / "meta.json").exists():  # whatever became of their source, it goes on with these
@@ -114,7 +102,8 @@ def _make_folder(root: Path, name: str) -> Path:
 
 def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
     """Start a process on the run; returns once its word is in status.json. UserError when it ends before."""
-    _children[:] = [child for child in _children if child.poll() is None]
+    for earlier, _ in _words.values():
+        earlier.poll()  # so that none stays a zombie
     log = run_path / "output.log"
     try:
         with open(open_append(log), "ab") as output:
@@ -125,7 +114,6 @@ def _spawn(arguments: list[str], run_path: Path, folder: Path) -> None:
         if isinstance(error, RefusedFileError):
             raise disk_error(error, log, "writing the run's output") from None
         raise UserError(f"{run_path}: the run cannot be started ({error.strerror})") from None
-    _children.append(process)
     deadline = time.monotonic() + START_S
     while read_status(run_path).get("pid") != process.pid and time.monotonic() < deadline:
         if process.poll() is not None:

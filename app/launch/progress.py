@@ -73,11 +73,8 @@ class Eta:
 
 
 class Display:
-    """Shows a run on a console: a progress bar on a terminal, a line now and then elsewhere.
-
-    What is left out is in the run's files: the whole checklist and the engine's details in its log, every step in its
-    metrics.
-    """
+    """Shows a run on a console: a progress bar on a terminal, a line now and then elsewhere. The rest is in its
+    files."""
 
     def __init__(self, console: Console, total_steps: int, step: int = 0) -> None:
         self._console = console
@@ -108,10 +105,7 @@ class Display:
         self._console.print(printable(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def prepare(self, item: Preparing) -> None:
-        """Show an item of the checklist on the bar while it is being done, and as a line once it is.
-
-        Without a terminal there is a line for what takes long only, and now and then while it does.
-        """
+        """Show an item of the checklist on the bar, then as a line; without a terminal, lines of what takes long."""
         self._item = None if item.state == "done" else (item, time.perf_counter())
         if item.state == "begun":
             self._line_due_s = _LONG_S
@@ -148,10 +142,8 @@ class Display:
         self._validation = f"  validation {metrics.loss:.4f}"
 
     def step(self, metrics: StepMetrics, busiest: tuple[str, float] | None, mean: float | None) -> None:
-        """Show a finished step, the lane that was busiest in it, and the run's mean tokens/s up to it.
-
-        Of the last one the summary tells.
-        """
+        """Show a finished step, the busiest lane in it, and the run's mean tokens/s; of the last one the summary
+        tells."""
         eta = duration_text(self._eta.update(metrics))
         lane = f"  busiest {busiest[0]} {busiest[1]:.0%}" if busiest else ""
         speed = speed_text(mean, metrics.tokens_per_s)

@@ -171,11 +171,8 @@ class RunObserver:
     def train(
         self, work: Callable[[], tuple[TrainResult, str]], said: Sequence[str], again: str
     ) -> tuple[TrainResult, str, dict[str, Any]] | None:
-        """Train by `work`, which returns how it ended, also in words; these, and what summary.json holds.
-
-        None where it was stopped before its first step; `again`: how to go on then. `said`: what is to be
-        reported of the recipe. Errors leave state `failed` behind and are raised again.
-        """
+        """Train by `work`, which returns how it ended, also in words; these and summary.json, None where no step began.
+        `again`: how to go on; `said`: of the recipe. Errors leave state `failed` and are raised again."""
         path = self._run.path
         for line in (f"run directory {short_path(path)}", *said):
             self.report(line)
@@ -239,11 +236,9 @@ def run_training(
 ) -> None:
     """Train the run's recipe to its end, or until a signal stops it; then export and sample as the recipe says.
 
-    A resumed run goes on from its last generation, or from that of `checkpoint`. Everything that a reader of the run
-    directory may want is written on the way. Errors leave state `failed` behind and are raised again.
-
-    `guest`: the run is one in somebody else's program, which is told of it; without it, the process is the run's own.
-    `said`: what is to be told of the recipe.
+    A resumed run goes on from its last generation, or from that of `checkpoint`. `guest`: somebody else's program, in
+    which the run is; without it, the process is the run's own. `said`: what is to be told of the recipe. Errors leave
+    state `failed` behind and are raised again.
     """
     recipe = run.recipe
     info = read_info(run.path)
@@ -334,10 +329,7 @@ def _train(recipe: Recipe, path: Path, observer: RunObserver, resume: bool, chec
 
 
 def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[float], list[str]]:
-    """summary.json, the losses of the last steps, and what to say of damaged lines.
-
-    What covers the whole run, resumed or not, comes from the log.
-    """
+    """summary.json, of the whole run, resumed or not; the losses of the last steps; what to say of damaged lines."""
     log = JsonLines(path / "metrics.jsonl")
     losses, tokens, steps_s, last_step, mean = [], 0, [], None, MeanSpeed()
     for line in log.steps():
@@ -391,11 +383,11 @@ def _validation(path: Path) -> tuple[dict[str, Any] | None, list[RecallMap], str
 def export_run(
     path: Path, recipe: Recipe, folder: Path, checkpoint: str | None = None, after: AfterConfig | None = None
 ) -> list[str]:
-    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder with a model card.
+    """Write a run's last committed generation, or a checkpoint's, as a Hugging Face folder with a model card; what to
+    say.
 
-    `after`: its dtype, its shards, whether it is merged and pushed, in place of the recipe's. What is to be said of it.
-    Nobody else may be working on the run, unless it is a checkpoint's. Raises UserError when `folder` already holds
-    something.
+    `after`: dtype, shards, merging and pushing, in place of the recipe's. Nobody else may be working on the run, unless
+    it is a checkpoint's. Raises UserError when `folder` already holds something.
     """
     after = after or recipe.after
     require_new_folder(folder)
@@ -432,12 +424,9 @@ def require_new_folder(folder: Path) -> None:
 
 
 def sample_text(folder: Path, prompt: str, num_tokens: int, base: str | None = None) -> str:
-    """`prompt` and at most `num_tokens` more, up to the end of text, drawn by plain transformers from a model folder.
-
-    `base`: the model that an adapter's folder belongs to.
-    The draw is seeded (temperature 0.7, the 40 likeliest tokens); the most likely continuation of a model that has
-    trained for minutes is a row of newlines.
-    """
+    """`prompt` and at most `num_tokens` more by plain transformers from a model folder, or an adapter's with its
+    `base`. The draw is seeded (temperature 0.7, the 40 likeliest): most likely are newlines after minutes of
+    training."""
     import torch
 
     from penstock.app.sampling.exported import load_exported

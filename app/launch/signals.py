@@ -25,10 +25,9 @@ class StopRequested(BaseException):
 
 
 class StopSignals:
-    """While entered: the first SIGINT, SIGTERM or SIGHUP sets `requested`; a later SIGINT or SIGTERM ends the process.
-
-    Signals are watched by a thread of their own, so that an abort needs no help from a main thread deep in a kernel.
-    Until `interrupts_main` is cleared the first signal also raises StopRequested in the main thread.
+    """While entered: the first SIGINT, SIGTERM or SIGHUP sets `requested` and, until `interrupts_main` is cleared,
+    raises StopRequested in the main thread; a later SIGINT or SIGTERM ends the process, by a thread that needs no help
+    from a main thread deep in a kernel.
 
     Without `on_abort` the run is inside somebody else's program, as a notebook, whose process is never ended: a later
     SIGINT raises KeyboardInterrupt, SIGHUP is left alone, and outside the main thread no handler is installed.

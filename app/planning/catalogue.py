@@ -1,18 +1,18 @@
 """Published models that `penstock fit` plans: their shapes, and what each is made of, read without PyTorch.
 
-What a model is made of lies in catalogue.json, as taken apart by engine/model/anatomy.py: layers that are alike once.
-`python -m penstock.app.planning.catalogue` writes the file anew; a test compares it with what is really computed.
+What a model is made of lies in catalogue.json.gz, which `python -m penstock.app.planning.catalogue` writes anew; a test
+compares it with what is really computed (engine/model/anatomy.py).
 """
 
 from __future__ import annotations
 
-import json
+import gzip
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -21,10 +21,8 @@ from penstock.app.recipes.shapes import llama3, positions_of, qwen3, qwen25, str
 from penstock.engine.config import DataConfig, ModelConfig, Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.untrusted import typed
-from penstock.storage.tier.layout import ParamSpec
 
-FILE = Path(__file__).with_suffix(".json")
+FILE = Path(__file__).with_suffix(".json.gz")
 _LARGE_PARAMS = 60 * 10**9
 """From so many parameters on gradients wait in bfloat16, as in the recipes of such models."""
 
@@ -79,10 +77,7 @@ NAMES = tuple(_SHAPES)
 
 
 def matching(pattern: str | None) -> list[str]:
-    """The names that `pattern` matches, whole with * and ?, else as part of them; several are separated by commas.
-
-    Raises UserError where none does.
-    """
+    """The names that match `pattern`, words or with * and ?; commas separate several. UserError for none."""
     if pattern is None:
         return list(NAMES)
     words = [word.strip().lower() for word in pattern.split(",") if word.strip()]
@@ -95,71 +90,12 @@ def matching(pattern: str | None) -> list[str]:
 
 def known_model(name: str) -> KnownModel:
     """The model of one of NAMES."""
-    return KnownModel(name, _SHAPES[name](), unpacked(_contents()[name]))
+    return KnownModel(name, _SHAPES[name](), msgspec.json.decode(_contents()[name], type=ModelSpec))
 
 
 @cache
-def _contents() -> dict[str, Any]:
-    contents: dict[str, Any] = json.loads(FILE.read_bytes())
-    return contents
-
-
-# ---------------------------------------------------------------------- catalogue.json
-
-
-_OF_LAYERS = ("attention", "unread", "summed", "joined", "returns", "counts_positions")
-"""Fields of ModelSpec with an entry for each layer, beside `graph_bytes`."""
-
-
-def packed(spec: ModelSpec) -> dict[str, Any]:
-    """The spec as JSON, with what is alike of layers once. Its `config` is left out."""
-    whole = msgspec.to_builtins(replace(spec, config=None))
-    kinds: list[dict[str, Any]] = []
-    layers = []
-    for index in range(len(spec.attention)):
-        params = whole["buffers"].pop(f"layers.{index}")
-        kind = {
-            "params": [param | {"name": param["name"].replace(f".{index}.", ".{}.", 1)} for param in params],
-            **{name: whole[name][index] for name in _OF_LAYERS},
-            "graph_bytes": {dtype: result[index] for dtype, result in whole["graph_bytes"].items()},
-        }
-        if kind not in kinds:
-            kinds.append(kind)
-        layers.append(kinds.index(kind))
-    for name in (*_OF_LAYERS, "graph_bytes", "branches", "sent", "config"):
-        del whole[name]
-    whole["blocks"] = [block for block in whole["blocks"] if block["layer"] is None]
-    return whole | {"kinds": kinds, "layers": layers}
-
-
-def unpacked(values: dict[str, Any]) -> ModelSpec:
-    """The spec of what `packed` gave."""
-    kinds, layers = values["kinds"], values["layers"]
-    names = [f"layers.{index}" for index in range(len(layers))]
-    embed, head = values["blocks"]
-    before = [embed["name"], *names]
-    blocks = [
-        {"name": name, "kind": "layer", "buffers": [name], "inputs": [before[index]], "layer": index}
-        for index, name in enumerate(names)
-    ]
-    params = [typed(kind["params"], tuple[ParamSpec, ...]) for kind in kinds]
-    of_layers = {
-        name: tuple(replace(param, name=param.name.replace("{}", str(index))) for param in params[kind])
-        for index, (name, kind) in enumerate(zip(names, layers, strict=True))
-    }
-    spec = typed(
-        values
-        | {"config": None, "blocks": [embed, *blocks, head]}
-        | {name: [kinds[kind][name] for kind in layers] for name in _OF_LAYERS}
-        | {
-            "graph_bytes": {
-                key: [kinds[kind]["graph_bytes"][key] for kind in layers] for key in kinds[0]["graph_bytes"]
-            }
-        },
-        ModelSpec,
-    )
-    ends = [(name, spec.buffers[name]) for name in ("embed", "head") if name in spec.buffers]
-    return replace(spec, buffers=dict([ends[0], *of_layers.items(), *ends[1:]]))
+def _contents() -> dict[str, msgspec.Raw]:
+    return msgspec.json.decode(gzip.decompress(FILE.read_bytes()), type=dict[str, msgspec.Raw])
 
 
 def computed_spec(name: str, context: int = 8192) -> ModelSpec:
@@ -179,16 +115,6 @@ def computed_spec(name: str, context: int = 8192) -> ModelSpec:
     return replace(spec, config=None)
 
 
-def text() -> str:
-    """What catalogue.json should hold."""
-    lines = []
-    for name in NAMES:
-        result = packed(computed_spec(name))
-        kinds = result.pop("kinds")
-        inner = ",\n  ".join(json.dumps(kind) for kind in kinds)
-        lines.append(f'"{name}": {json.dumps(result)[:-1]}, "kinds": [\n  {inner}\n]}}')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 if __name__ == "__main__":
-    FILE.write_text(text())
+    specs = {name: computed_spec(name) for name in NAMES}
+    FILE.write_bytes(gzip.compress(msgspec.json.encode(specs), mtime=0))

@@ -1,7 +1,7 @@
 """`penstock fit`: which published models this machine can train, at which contexts, how fast and at what cost.
 
-Each cell is what `penstock plan` says of the cell's recipe on the machine, with nothing else running there: the same
-search, the same forecast. Cells are planned by a process per core; nothing of it needs PyTorch.
+Each cell is what `penstock plan` says of the cell's recipe with nothing else running. Cells are planned by a process
+per core; nothing of it needs PyTorch.
 """
 
 from __future__ import annotations
@@ -137,10 +137,8 @@ def parse_count(text: str, option: str, suffixes: dict[str, int], most: int) -> 
 
 
 def count_tokens(path: Path) -> tuple[int, str]:
-    """About how many tokens a file has, and how that was found. Raises UserError where it cannot be read.
-
-    Of a .jsonl file the `text` fields of its first 4 MiB say which share of it is text.
-    """
+    """About how many tokens a file has, and how that was found; of a .jsonl file its first 4 MiB say which share is in
+    `text` fields. Raises UserError where it cannot be read."""
     try:
         with open(open_regular(real_path(path)), "rb") as file:
             size, head = os.fstat(file.fileno()).st_size, file.read(_SAMPLE_BYTES)
@@ -234,12 +232,8 @@ def plan_cell(question: Question, name: str, context: int) -> dict[str, Any]:
 
 
 def _figures(question: Question, forecast: dict[str, Any]) -> dict[str, Any]:
-    """What training on all tokens takes: time, bytes written to all drives together, energy.
-
-    Hours are tokens over tokens per second. Bytes are those of whole steps, with their commits and the first
-    generation; the share of their drive's endurance is that of the drive which wears most. Energy is the GPU's board at
-    its power limit for all of that time, more than which it cannot draw: watts x hours / 1000. None: not known.
-    """
+    """What training on all tokens takes: time, bytes written to all drives with commits, the endurance used of the one
+    that wears most, and energy, the GPU's board always at its power limit. None: not known."""
     hours = question.tokens / forecast["tokens_per_s"] / 3600
     drives = forecast["run"]["drives"]
     shares = [drive["endurance_share"] for drive in drives if drive["endurance_share"] is not None]

@@ -1,7 +1,5 @@
-"""What `penstock fit` found, for people: a row a cell, printed as it comes, and below it what the figures mean.
-
-Eighty columns hold what decides; wider consoles show memory, drives and efficiency too. What is not known reads n/a.
-"""
+"""What `penstock fit` found, for people: a row a cell, printed as it comes, and below it what the figures mean. Wide
+consoles show memory, drives and efficiency too; what is not known reads n/a."""
 
 from __future__ import annotations
 

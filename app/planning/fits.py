@@ -1,7 +1,5 @@
-"""Whether recipes fit this machine, as plans said: cached (storage/files/user_cache.py), so that a list need not plan.
-
-An answer holds for a recipe file's content, on one machine with about as much free memory and disk.
-"""
+"""Whether recipes fit this machine, as plans said: cached, so that a list need not plan. An answer holds for a recipe
+file's content, on one machine with about as much free memory and disk."""
 
 from __future__ import annotations
 

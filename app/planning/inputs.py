@@ -19,11 +19,8 @@ _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "output_layer.w
 
 
 def from_scratch(recipe: Recipe) -> Recipe:
-    """The recipe with random weights in place of those of `model.path`: same shape, no folder needed.
-
-    The shape is the recipe's, or the folder's where the recipe gives none. A tokenizer in the folder is still used;
-    where there is none, one is trained on the data, and the vocabulary stays the model's.
-    """
+    """The recipe with random weights of its own shape, or its model folder's where it gives none. A tokenizer in the
+    folder is still used; else one is trained on the data, and the vocabulary stays the model's."""
     if recipe.model.path is None:
         return recipe
     folder, model, data = Path(recipe.model.path).expanduser(), recipe.model, recipe.data
@@ -89,10 +86,7 @@ def _require_tied(recipe: Recipe, folder: Path) -> None:
 
 
 def require_data(recipe: Recipe) -> None:
-    """Raise UserError when the recipe names no text to read, or text that is not there or cannot be read.
-
-    Of its files none is read further than to the first text.
-    """
+    """UserError when the recipe names no text, or some that cannot be read: of each file up to its first text."""
     from penstock.engine.data.corpus.prepare import require_readable
 
     data = recipe.data

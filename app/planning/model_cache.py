@@ -1,7 +1,4 @@
-"""What models are made of, kept between plans: taking one apart takes PyTorch and transformers, which take seconds.
-
-A file a model (storage/files/user_cache.py). Only a plan reads it, never a training.
-"""
+"""What models are made of, kept between plans, as PyTorch takes seconds for it. A training never reads it."""
 
 from __future__ import annotations
 
@@ -28,11 +25,8 @@ _CODE = ("branches", "model", "attention", "hf")
 
 
 def cached_spec(recipe: Recipe, make: Callable[[], ModelSpec], *, compiled: bool = False) -> ModelSpec:
-    """What the recipe's model is made of, without its `config`: as kept, else as `make` says, whose errors pass.
-
-    The recipe's compute dtype is decided. `make` depends on the recipe and the model's config.json alone, and on
-    whether the graphs of `compiled` layers are wanted.
-    """
+    """What the recipe's model is made of, without its `config`: as kept, else as `make` says of the recipe, whose
+    compute dtype is decided, of config.json, and of graphs of `compiled` layers if they are wanted."""
     digest = _digest(recipe, compiled)
     with contextlib.suppress(ValueError):
         return typed((read_cached("models", digest) or {}).get("spec"), ModelSpec)

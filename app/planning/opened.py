@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from penstock.app.hub.names import is_hub
 from penstock.engine.config import Recipe, idle_notes, require_effect
@@ -13,22 +12,12 @@ from penstock.storage.files.model_folder import linked_files
 from penstock.storage.files.untrusted import printable
 
 
-class Opened(NamedTuple):
-    """A recipe with nothing left to be found."""
-
-    recipe: Recipe
-    said: list[str]
-    """Lines to tell once: what was found of the data, and fields without effect."""
-
-
-def opened(recipe: Recipe) -> Opened:
-    """The recipe with the formats that data.source=auto stands for; data on the hub that is not fetched stays as it is.
-
-    Raises UserError for data of no known format, and for a field that contradicts what is trained, as it has no effect.
-    """
+def opened(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with the formats that data.source=auto stands for, and lines to tell once of these and of fields
+    without effect. UserError for data of no known format, and for a field that contradicts what is trained."""
     recipe, said = with_found_data(recipe)
     require_effect(recipe)
-    return Opened(recipe, [*said, *_linked(recipe), *idle_notes(recipe)])
+    return recipe, [*said, *_linked(recipe), *idle_notes(recipe)]
 
 
 def _linked(recipe: Recipe) -> Iterator[str]:

@@ -27,11 +27,10 @@ def plan_stages(
     said: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """The forecast twice: without what is found by planning again, then with it: what one change would help most and
-    the tokens that make it compute-bound, or changes that would fit. No weights are read; only `trace` is written.
+    the tokens that make it compute-bound, or changes that would fit.
 
-    `machine`: preset or profile file; None takes the recipe's, or this machine. `trace`: file for the simulated step as
-    a Chrome trace, where the plan fits. `cluster`: nodes x GPUs, as `2x8`, for which it is planned as well. `said`:
-    lines of the recipe, which stand in `notes` before those of its model.
+    `machine`: preset or profile file; None takes the recipe's, or this machine. `trace`: file for the simulated step,
+    where the plan fits. `cluster`: nodes x GPUs, as `2x8`, to plan for as well. `said`: lines that begin `notes`.
     """
     from penstock.app.runs.trace import write_spans
     from penstock.engine.data.corpus.prepare import require_text

@@ -32,11 +32,8 @@ def probe_machine(
     as_json: bool = False,
     ask: Callable[[str], bool] | None = None,
 ) -> Machine | None:
-    """Measure, keep the profile in `save` (none: this machine's own, machine.presets.profile_path), and print it.
-
-    What will be written is said first; with `ask`, which is given that, nothing is done unless it agrees: None then.
-    UserError for folders and files that cannot be used, before anything is measured.
-    """
+    """Measure, keep the profile in `save` (None: this machine's own), and print it. What will be written is said first,
+    to `ask` where it is given: None is returned where that disagrees. UserError, before anything is measured."""
     target = profile_path() if save is None else save.expanduser().absolute()
     if target.is_dir():
         raise UserError(f"{target}: is a folder; give a file for the profile")

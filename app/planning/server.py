@@ -1,13 +1,12 @@
 """Plans on request: `python -m penstock.app.planning.server` reads requests, writes forecasts: a JSON object a line.
 
 Request: {"id", "recipe": nested dicts, "machine": name | null, "from_scratch": bool, "advice": bool, "fetch": bool
-(whether config.json of a model on the hub may be fetched)}. Answers:
-{"ready": true} once all is loaded; then for a request {"id", "forecast", "done": false} without advice and again with
-it and "done": true, or {"id", "error": text}; where no advice is wanted the first one is done. Where random weights
-were asked for, "recipe" is the recipe that begins with them.
+(whether config.json of a model on the hub may be fetched)}. Answers: {"ready": true} once all is loaded; then {"id",
+"error": text}, or {"id", "forecast", "done": false} without advice and another with it and "done": true, which is the
+only one where none is wanted. "recipe" is that of the random weights that were asked for.
 
-Torch and the planner are loaded once. Each request is planned in a fork, so that the next one ends it at once; here
-itself nothing is computed, and no device is touched. It ends when its standard input is closed.
+Each request is planned in a fork, which the next one ends at once; here nothing is computed, and no device is touched.
+It ends when its standard input is closed.
 """
 
 from __future__ import annotations

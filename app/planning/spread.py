@@ -18,10 +18,8 @@ R = TypeVar("R")
 
 
 def spread(work: Callable[[T], R], todo: Sequence[T], processes: int) -> Iterator[R]:
-    """The results in order, each as soon as it and those before it are there. What `work` raises is raised.
-
-    With more than one of the `processes`, all that is handed to and fro must be picklable.
-    """
+    """The results in order, each as soon as it and those before it are there; of what `work` raises the first. All that
+    is handed to and fro must be picklable."""
     processes = min(processes, len(todo))
     if processes <= 1:
         yield from map(work, todo)

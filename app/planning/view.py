@@ -1,8 +1,5 @@
-"""A forecast for people: does it fit, where everything lives, how long a step takes and why.
-
-Reads the JSON object of a forecast (`penstock plan --json`, plan.json of a run directory) and makes rows of it, which
-the command line prints on one screen and the terminal application scrolls. A figure that is not known reads n/a.
-"""
+"""A forecast (`penstock plan --json`, plan.json) for people: does it fit, where everything lives, how long a step takes
+and why. Its rows are printed on one screen or scrolled by the terminal application. What is not known reads n/a."""
 
 from __future__ import annotations
 
@@ -51,10 +48,8 @@ _SLOTS = {
 
 
 def print_plan(forecast: dict[str, Any], console: Console) -> None:
-    """Print the forecast in at most SCREEN_LINES lines, none wider than the console.
-
-    A console narrower than 60 columns wraps as it likes. Reasons that find no room are left out, and counted.
-    """
+    """Print the forecast in at most SCREEN_LINES lines, none wider than the console, if that has 60 columns. Reasons
+    that find no room are counted."""
     width = max(60, console.width)
     page = Page(width, ASCII if console.options.ascii_only else UNICODE)
     for rows in BLOCK_ROWS:
@@ -73,10 +68,8 @@ def print_plan(forecast: dict[str, Any], console: Console) -> None:
 def plan_rows(
     forecast: dict[str, Any], width: int, glyphs: Glyphs, *, status: str = "", advising: bool = False
 ) -> list[Row]:
-    """All of the forecast for the terminal application, where keys apply what helps.
-
-    `status` stands at the right of the verdict; `advising`: what would help is still being tried.
-    """
+    """All of the forecast for the terminal application, where keys apply what helps; `status` stands at the right of
+    the verdict, `advising`: what would help is still being tried."""
     page = Page(width, glyphs)
     _page(page, forecast, keys=True, status=status, advising=advising)
     _reasons(page, forecast)
@@ -110,10 +103,8 @@ def _page(
     advising: bool = False,
     table_rows: int = 0,
 ) -> None:
-    """All but the reasons.
-
-    `keys`: it is said where a key applies a change; `table_rows`: most rows of blocks, which are a map where 0.
-    """
+    """All but the reasons. `keys`: of keys that apply a change it is said; `table_rows`: most rows of blocks, else a
+    map."""
     _head(page, forecast, status)
     if not forecast["fits"]:
         _refusal(page, forecast, keys, advising)
@@ -427,8 +418,7 @@ def _joined(values: Iterable[str]) -> str:
 
 
 def _saved(members: Sequence[dict[str, Any]], chunks: int) -> list[str]:
-    """What backward finds of these blocks' chunks: `attention`, or `graph 3%, input 97%`; where it lies, unless
-    in RAM."""
+    """What backward finds of these chunks: `attention`, or `graph 3%, input 97%`; where it lies, unless in RAM."""
     members = [block for block in members if _levels(block)]
     total = chunks * len(members)
     counts: Counter[str] = Counter()

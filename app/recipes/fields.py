@@ -187,8 +187,8 @@ def _type_name(hint: Any) -> str:
     """How a type reads in an error message: `int or none`, `one of cosine, linear`."""
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(_type_name(arg) for arg in typing.get_args(hint))
+    if len(members := _members(hint)) > 1:
+        return " or ".join(map(_type_name, members))
     if hint is type(None):
         return "none"
     if typing.get_origin(hint) is dict:

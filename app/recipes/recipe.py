@@ -38,11 +38,8 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def from_dict(tree: Mapping[str, Any], where: str | None = None, *, is_run: bool = False) -> Recipe:
-    """The recipe of nested dicts, every name, type and value checked.
-
-    `is_run`: of a run that goes on, in which fields without effect stay as they are.
-    Raises UserError naming `where` and the field, and the nearest valid name for an unknown one.
-    """
+    """The recipe of nested dicts, all checked: UserError names `where`, the field, and for an unknown one the nearest
+    name. `is_run`: of a run that goes on, in which fields without effect stay as they are."""
     try:
         recipe = _from_dict(tree)
         if not is_run:
@@ -121,10 +118,7 @@ def write_text(path: Path, text: str, *, overwrite: bool = False) -> None:
 
 
 def from_json(text: str, where: str = "recipe.json") -> Recipe:
-    """The recipe of `to_json`'s text, or of a run's, edited or not.
-
-    Raises UserError naming `where` for broken JSON or a wrong field.
-    """
+    """The recipe of `to_json`'s text, or of a run's, edited or not. UserError for broken JSON or a wrong field."""
     return from_dict({key: value for key, value in _tree(text, where).items() if key != sealed.KEY}, where)
 
 
@@ -134,10 +128,8 @@ def to_run_json(recipe: Recipe) -> str:
 
 
 def from_run_json(text: str, where: str) -> Recipe:
-    """The recipe of a run; one without a checksum is taken as it is.
-
-    Raises UserError naming `where` for broken JSON, a wrong field, or what was changed since it was written.
-    """
+    """The recipe of a run; UserError naming `where` for broken JSON, a wrong field, or a change against its
+    checksum."""
     try:
         return from_dict(sealed.unseal(_tree(text, where)).content, where, is_run=True)
     except sealed.ChangedError as error:
@@ -158,11 +150,10 @@ def _tree(text: str, where: str) -> dict[str, Any]:
 
 
 def apply_overrides(recipe: Recipe, overrides: Sequence[str], *, is_run: bool = False) -> Recipe:
-    """A new recipe with `key=value` texts applied, for example `model.num_layers=4`; `recipe` stays as it is.
+    """A new recipe with `key=value` texts applied, as `model.num_layers=4`, in any order; `is_run` as for `from_dict`.
 
-    A dict field takes a JSON object, or one entry as `model.overrides.rope_theta=1e6`. All overrides are applied before
-    the whole recipe is validated again, so their order does not matter. `is_run`: as for `from_dict`.
-    Raises UserError for an unknown key (with the nearest valid one) or a value of the wrong type.
+    A dict field takes a JSON object, or one entry as `model.overrides.rope_theta=1e6`. Raises UserError for an unknown
+    key (with the nearest valid one) or a value of the wrong type.
     """
     tree = to_dict(recipe)
     classes = sections()
@@ -196,11 +187,8 @@ def _json_or_text(text: str, key: str) -> Any:
 
 
 def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe:
-    """The recipe with which a run goes on: `overrides` applied, their relative paths taken from `folder`.
-
-    Raises UserError for a change of name, model or data: the run's state and its place in the data belong to these; and
-    for one after which a field has no effect.
-    """
+    """The recipe with which a run goes on: `overrides` applied, their relative paths taken from `folder`. UserError for
+    another name, model or data, to which the run's state belongs; and for a field that has no effect any more."""
     changed = resolve_paths(apply_overrides(recipe, overrides, is_run=True), folder, is_run=True)
     for section in ("name", "model", "data"):
         if getattr(changed, section) != getattr(recipe, section):
@@ -210,10 +198,8 @@ def change_run(recipe: Recipe, overrides: Sequence[str], folder: Path) -> Recipe
 
 
 def resolve_paths(recipe: Recipe, folder: Path, *, is_run: bool = False) -> Recipe:
-    """A new recipe whose relative paths are absolute, taken from `folder`, so that a resume works from anywhere.
-
-    A name on the hub stays one. `is_run`: as for `from_dict`.
-    """
+    """A new recipe whose relative paths are taken from `folder`, for a resume from anywhere; names on the hub stay.
+    `is_run`: as for `from_dict`."""
     tree = to_dict(recipe)
     for section, name in PATHS:
         value = tree[section][name]
@@ -246,10 +232,8 @@ def _absolute(folder: Path, path: str) -> str:
 def load_recipe(path: str | Path) -> Recipe:
     """The `recipe` that a Python file builds, that of a recipe.json, or a shipped one by its name.
 
-    The file's folder is not put on `sys.path`.
-
-    What a Python file prints goes to standard error, whose reader expects no JSON. Raises UserError naming the file,
-    and the line where its code fails, ends the process or is interrupted.
+    The file's folder is not put on `sys.path`; what it prints goes to standard error, whose reader expects no JSON.
+    Raises UserError naming the file, and the line where its code fails, ends the process or is interrupted.
     """
     path = shipped.find(path)
     text = _read_recipe(path)

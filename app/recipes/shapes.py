@@ -1,7 +1,4 @@
-"""Shapes of published model families, as their config.json files give them: recipes of one family share it here.
-
-A recipe of another model names its fields itself, as `recipes/quickstart.py` does, or gets a function beside these.
-"""
+"""Shapes of published model families, as in their config.json files, for recipes of one family and `penstock fit`."""
 
 from __future__ import annotations
 
@@ -100,11 +97,8 @@ def qwen3(size: str) -> ModelConfig:
 
 
 def stretched(model: ModelConfig, positions: int, *, trained: int | None = None) -> ModelConfig:
-    """The model with YaRN to `positions`; its own scaling, where it has one, is replaced.
-
-    `trained`: positions that it was trained on before any scaling; None: those that its own scaling names, else
-    `model.max_position`.
-    """
+    """The model with YaRN to `positions`, in place of its own scaling. `trained`: positions that it was trained on
+    before any; None: those that its own scaling names, else `model.max_position`."""
     rope = model.overrides["rope_parameters"]
     trained = trained or rope.get("original_max_position_embeddings") or model.max_position
     assert trained is not None

@@ -81,10 +81,8 @@ class CheckpointRequests:
 
 
 def make_checkpoint(run_path: Path, name: str) -> tuple[str, int]:
-    """Make checkpoint `name` of a run, running or not; what it is called (see `step_name`), and the step that it holds.
-
-    Raises UserError for a bad or taken name, a run without a generation, or a disk without room.
-    """
+    """Make checkpoint `name` of a run, running or not; what it is called (see `step_name`), and its step. UserError for
+    a bad or taken name, no generation or no room."""
     from penstock.storage.generations.checkpoints import (
         AUTOMATIC,
         BEST,
@@ -220,10 +218,8 @@ def delete_checkpoint_of(run_path: Path, name: str) -> None:
 
 
 def checkpoint_steps(run_path: Path) -> list[tuple[str, int]]:
-    """(name, step) of a run's checkpoints, by step; whatever cannot be read is left out.
-
-    Reads whole manifests, some megabytes of a large model: ask again when the folder has changed.
-    """
+    """(name, step) of a run's checkpoints that can be read, by step. Reads whole manifests, megabytes of a large model:
+    ask again when the folder has changed."""
     result = []
     for manifest in checkpoint_manifests(run_path):
         step = _step_of(manifest, run_path)
@@ -252,10 +248,8 @@ def _step_of(manifest: Path, run_path: Path) -> int | None:
 
 
 def scrub_run(run_path: Path) -> str:
-    """Read the committed generation, every checkpoint and the data of a run; a line saying how much and how fast.
-
-    Raises UserError listing every damaged file, or while the run is running.
-    """
+    """Read the committed generation, every checkpoint and the data; a line of how much and how fast. UserError listing
+    every damaged file, or while the run is running."""
     from penstock.engine.verify import run_checks, verify_run_files
     from penstock.storage.generations.checkpoints import checkpoint_folder, checkpoint_names
     from penstock.storage.generations.store import NvmeStore

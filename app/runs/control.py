@@ -1,7 +1,5 @@
-"""What is wanted of a run: `control.json`, written by `penstock pause`, `stop`, `resume` and the terminal UI.
-
-The run reads it at every step boundary, and while it is paused several times a second.
-"""
+"""What is wanted of a run: `control.json`, written by `penstock pause`, `stop`, `resume` and the terminal UI, which the
+run reads at every step boundary, and while it is paused several times a second."""
 
 from __future__ import annotations
 
@@ -44,10 +42,8 @@ def pause_or_stop(run_path: Path, want: Literal["pause", "stop"]) -> str:
 
 
 def go_on(run_path: Path) -> bool:
-    """Let a live run that is paused, or about to be, go on; False when no process works on the run.
-
-    Raises UserError when it is running anyway.
-    """
+    """Let a run that is paused, or about to be, go on; False when no process works on it. UserError when it is
+    running."""
     if not is_live(run_path):
         return False
     status = read_status(run_path)

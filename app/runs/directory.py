@@ -1,8 +1,5 @@
-"""The run directory: the only interface between a run and whoever looks at it.
-
-docs/run-directory.md describes its files. app/runs/log.py writes what grows, control.py and checkpoints.py what is
-requested of a running run.
-"""
+"""The run directory: the only interface between a run and whoever looks at it (docs/run-directory.md). app/runs/log.py
+writes what grows, control.py and checkpoints.py what is requested of a running run."""
 
 from __future__ import annotations
 
@@ -92,10 +89,7 @@ class RunLock:
     """Exclusive use of a run directory, held until `release` or the end of the process, however it ends."""
 
     def __init__(self, run_path: Path, *, read_only: bool = False) -> None:
-        """Take the lock. Raises UserError naming the process that holds it.
-
-        `read_only`: a directory that cannot be written will do; where it has no run.lock, nothing keeps others away.
-        """
+        """UserError naming the process that holds it. `read_only`: a file that cannot be written, or made, will do."""
         self._fd, self._path = -1, run_path
         deadline = time.monotonic() + 0.5  # a reader that tests the lock holds it for a moment
         try:
@@ -182,10 +176,7 @@ def is_live(run_path: Path) -> bool | None:
 
 
 def require_own(run_path: Path) -> None:
-    """Raise UserError where one of the run's files or folders is a link, a pipe or anything else that it did not make.
-
-    The run directory itself may be given through links.
-    """
+    """Raise UserError where a file or folder of the run is a link, a pipe or anything else that it did not make."""
     for name in (*OWN_FOLDERS, *OWN_FILES):
         path = run_path / name
         try:
@@ -230,11 +221,8 @@ class RunDir:
 
     @classmethod
     def create(cls, recipe: Recipe, path: Path | None = None, root: Path = Path("runs")) -> RunDir:
-        """Make and lock the directory of a new run: `path`, or a fresh `root`/<name>-<timestamp>.
-
-        A run that never came to its first step is replaced. Raises UserError when the directory holds any other run
-        or anything else, is in use, or cannot be written.
-        """
+        """Make and lock the directory of a new run: `path`, or a fresh `root`/<name>-<timestamp>; one that never came
+        to its first step is replaced. UserError when it holds anything else, is in use, or cannot be written."""
         path = fresh_path(root, recipe.name) if path is None else path
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
@@ -273,10 +261,8 @@ class RunDir:
         return os.path.lexists(self.path / "metrics.jsonl")
 
     def discard(self) -> None:
-        """Remove all of a new run, on its drives too, and release its lock; a folder that was there before stays.
-
-        No process may be working on it any more. What cannot be removed stays.
-        """
+        """Remove all that can be of a new run that no process works on, on its drives too, and release its lock; a
+        folder that was there before stays."""
         from penstock.storage.generations.tidy import remove_store  # loads torch
 
         with contextlib.suppress(UserError):
@@ -296,10 +282,8 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool = False) -> RunDir:
-        """Lock the directory of an existing run. Raises UserError when it is no run or is in use.
-
-        `read_only`: nothing will be written to it, so that it may be on a read-only disk or another user's.
-        """
+        """Lock an existing run, or raise UserError. `read_only`: nothing is written to it, which may be on a read-only
+        disk or another user's."""
         recipe = read_recipe(path)
         require_own(path)
         return cls(path.resolve(), recipe, RunLock(path, read_only=read_only))
@@ -349,10 +333,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def find_run(run: str, root: Path = Path("runs")) -> Path:
-    """The directory of a run given by path or by its name below `root`.
-
-    Raises UserError with the nearest run's name when there is none.
-    """
+    """The directory of a run given by path or name below `root`. UserError with the nearest name when there is none."""
     for path in (Path(run), root / run):
         try:
             if (path / "recipe.json").is_file():
@@ -376,8 +357,7 @@ class RunInfo(NamedTuple):
     """The directory's, fit for a terminal."""
     path: Path
     state: str
-    """A state of status.json; `crashed` for a run whose process died without a word, `stale` for one that is silent,
-    or `unknown`."""
+    """Of status.json; `crashed` if its process died without a word, `stale` if it is silent, or `unknown`."""
     step: int
     total_steps: int
     loss: float | None
@@ -420,11 +400,8 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def state_of(path: Path, status: dict[str, Any], now: float) -> str:
-    """The state of a run whose status.json says `status`, at Unix time `now`: see `RunInfo.state`.
-
-    Whether the process lives is known by its lock; that of another host cannot be seen, or that of another user:
-    there its heartbeat decides.
-    """
+    """The state (see `RunInfo.state`) of a run whose status.json says `status`, at Unix time `now`. Its lock says
+    whether the process lives, or its heartbeat where that of another host or user cannot be seen."""
     state = status.get("state")
     if state not in LIVE_STATES:
         return state if state in ENDED_STATES else "unknown"

@@ -1,8 +1,7 @@
 """Reads the files of a run directory, which anybody may have written, or damaged.
 
-Regular files only, never through a link, never waiting, never more than is meant to be read at once; text in what is
-parsed is fit for a terminal (`storage.untrusted.printable`). Of a file of lines the damaged ones are passed over and
-counted: one bad line neither ends nor blinds a run.
+Regular files only, never through a link, never waiting, in bounded pieces; text is fit for a terminal. Damaged lines
+are passed over and counted: one bad line neither ends nor blinds a run.
 """
 
 from __future__ import annotations
@@ -110,11 +109,8 @@ def parse_line(line: bytes | None) -> dict[str, Any] | None:
 
 
 class JsonLines:
-    """The objects of a file of JSON lines, to be iterated over once; a missing file holds none.
-
-    Iterating raises UserError where the file cannot be read. Damaged lines are passed over and counted, and so are
-    those of which whoever iterates says so by `reject`.
-    """
+    """The objects of a file of JSON lines, to be iterated over once; a missing file holds none, UserError for one that
+    cannot be read. Damaged lines are passed over and counted, and those that whoever iterates `reject`s."""
 
     def __init__(self, path: Path, extent: tuple[int, int] | None = None) -> None:
         """`extent`: the bytes that are read, from the beginning of a line; None: all."""
@@ -230,10 +226,8 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
 
 
 def open_append(path: Path) -> int:
-    """A descriptor that appends to regular file `path`, made where it is missing.
-
-    One with other hard links, as a backup's is, is left to them and replaced by a copy. OSError.
-    """
+    """A descriptor that appends to regular file `path`, made where it is missing; one with other hard links, as a
+    backup's, is left to them and replaced by a copy. OSError."""
     fd = open_regular(path, flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     if os.fstat(fd).st_nlink == 1:
         return fd

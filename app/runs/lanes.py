@@ -1,7 +1,5 @@
-"""How busy a run's lanes were, from its spans: busy shares, rates, and the I/O that computing waited for.
-
-A step's window runs from the end of the step before (its `clip`) to the end of its own `clip`.
-"""
+"""How busy a run's lanes were, from its spans: busy shares, rates, and the I/O that computing waited for. A step runs
+from the end of the step before (its `clip`) to its own."""
 
 from __future__ import annotations
 
@@ -119,13 +117,8 @@ def _covered(*pieces: Floats) -> float:
 
 
 def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
-    """The shares and the mean speed of a run's steps (`FIRST:LAST`) as text, or as JSON.
-
-    By default the steps are all but those of the warm-up, or but the first in a run that has no others.
-
-    Damaged lines are left out, which standard error tells. Raises UserError for a run without spans or steps that it
-    does not have.
-    """
+    """The shares and mean speed of a run's steps (`FIRST:LAST`; by default after the warm-up, or the first) as text, or
+    JSON. Standard error tells of damaged lines. UserError for steps that there are not."""
     wanted = parse_steps(steps) if steps else None
     lines = JsonLines(run_path / "spans.jsonl")
     times = LaneTimes(lines.spans())

@@ -1,7 +1,4 @@
-"""The writing side of a run directory: metrics, spans, messages and status, by a thread of its own.
-
-Training costs it a queue insertion; it never waits for the disk.
-"""
+"""The writing side of a run directory, by a thread: training costs it a queue insertion, and never waits for disk."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ _Item = tuple[str, dict[str, Any]] | list[Span]
 
 
 class RunLog:
-    """Writes what a run tells. Everything is on disk when `drain` or `close` returns.
-
-    Spans may come from another thread than the rest, but from one at a time.
-    """
+    """Writes what a run tells; all is on disk after `drain` or `close`. Spans may come from another thread."""
 
     def __init__(self, path: Path, total_steps: int, step: int = 0) -> None:
         self._path = path
@@ -159,10 +153,8 @@ class RunLog:
         return "log.jsonl", line
 
     def check(self) -> None:
-        """Raise what kept an earlier line or status from being written, or ended the thread that writes.
-
-        A UserError where the disk or the files are at fault, anything else as it was raised.
-        """
+        """Raise what kept a line from being written, or ended the thread: UserError where disk or files are at
+        fault."""
         failure = self._failure
         if isinstance(failure, OSError):
             failure = disk_error(failure, Path(failure.filename or self._path), "writing the run's log")
@@ -258,10 +250,8 @@ class RunLog:
         return file
 
     def _drop_done_again(self, first: str, step: int) -> None:
-        """Drop what this process writes again, whose first line is to be one of `step` in file `first`.
-
-        Validation and samples are of the step before the one that it begins with, and in this order.
-        """
+        """Drop what this process writes again, whose first line is one of `step` in file `first`: validation and
+        samples, in this order, are of the step before the one that it begins with."""
         begun = step + (first in ("validation.jsonl", "samples.jsonl"))
         steps = {"metrics.jsonl": begun, "spikes.jsonl": begun}
         steps |= {"validation.jsonl": step + (first == "samples.jsonl"), "samples.jsonl": step}
@@ -308,10 +298,8 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_steps(file: Path, first_step: int) -> str | None:
-    """Drop a resumed run's lines of steps that are done again, from `first_step` on, and with them a torn last line.
-
-    Damaged lines stay but for those that are too long to be read; what to tell of them, or None. UserError, OSError.
-    """
+    """Drop lines of steps done again, from `first_step` on, and those too long to be read; what to tell of damaged
+    ones. UserError, OSError."""
     lines = JsonLines(file)
     again = sum(line["step"] >= first_step for line in lines.steps())
     if not again:
@@ -329,10 +317,8 @@ def _kept(file: BinaryIO, first_step: int) -> Iterator[bytes]:
 
 
 def continue_spans(path: Path) -> tuple[float, int]:
-    """What to add to the times and ids of a resumed run's spans, which start at zero, so that they follow the old ones.
-
-    The old ones stay, since their time was spent; a torn last line goes. UserError where the file is none of ours.
-    """
+    """What to add to times and ids of a resumed run's spans, which start at zero, to follow the old ones, whose time
+    was spent; a torn last line goes. UserError where the file is none of ours."""
     spans_path = path / "spans.jsonl"
     with reporting(spans_path, "cutting off a torn last line"):
         cut_torn_line(spans_path)

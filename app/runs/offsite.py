@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.app.console.working import working
+from penstock.app.console.working import say, working
 from penstock.app.recipes.recipe import change_run, from_run_json, to_run_json
 from penstock.app.runs.checkpoints import make_checkpoint
 from penstock.app.runs.directory import RunLock, fresh_path, is_live, read_recipe, require_own
@@ -21,12 +20,13 @@ from penstock.engine.run_files import HISTORY, INPUTS, RECIPE, run_files
 from penstock.storage.files.disk import atomic_write, require_writable
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import bytes_text
-from penstock.storage.files.untrusted import one_line, printable, shell
+from penstock.storage.files.untrusted import one_line, shell
 from penstock.storage.offsite.location import Location, is_location, parse_location
 
 MARK = "fetch.json"
 """File of a run directory that is being made of what is at a place: which generation of which."""
 _CONSTANTS = "state/constants.safetensors"
+_RUNS = Path("runs")
 
 
 class _Moved:
@@ -47,10 +47,8 @@ class _Moved:
 
 
 def location_of(text: str) -> Location | None:
-    """The place that an argument RUN names; None for a run directory or its name. UserError.
-
-    It is named by its scheme, or is a folder that storage.offsite or `--to` wrote to, or a generation in it.
-    """
+    """The place that an argument RUN names, by a scheme or as a folder that storage.offsite or `--to` wrote to, or a
+    generation in it; None for a run. UserError."""
     if is_location(text):
         return parse_location(text, "RUN")
     path = Path(text).expanduser()
@@ -64,10 +62,7 @@ def location_of(text: str) -> Location | None:
 
 
 def send(run_path: Path, name: str, to: str) -> str:
-    """Upload checkpoint `name` of a run to a place, making it where there is none; a line of what went where.
-
-    UserError, one line, where that cannot be done; what is at the place stays whole.
-    """
+    """Upload checkpoint `name`, made where there is none; a line of it. UserError; what is at the place stays whole."""
     from penstock.storage.generations.checkpoints import checkpoint_folder, checkpoint_names, resolve_checkpoint
     from penstock.storage.offsite.index import Claim, require_usable
     from penstock.storage.offsite.link import Link
@@ -89,7 +84,7 @@ def send(run_path: Path, name: str, to: str) -> str:
 
             def waits() -> None:
                 shown.clear()
-                print("another upload of this run is under way; waiting for it", file=sys.stderr)
+                say("another upload of this run is under way; waiting for it")
 
             sent = send_checkpoint(
                 Claim(link, root, store, recipe.name),
@@ -132,13 +127,11 @@ def fetch(
     run_dir: Path | None,
     checkpoint: str | None,
     overrides: Sequence[str],
-    root: Path = Path("runs"),
 ) -> Path:
     """Make a run directory of the newest generation at `location`, or of `checkpoint`; it, ready to be resumed.
 
-    `run_dir`: a new one, or one in which this was begun before; None takes `root`/<name>-<time>. `overrides` of the
-    recipe count already for where its state goes. It is a run only when all of it is there and was compared with its
-    checksums. UserError where something is damaged or does not fit.
+    `run_dir`: new, or where this was begun before; None takes runs/<name>-<time>. `overrides` of the recipe count
+    already for where its state goes. It is a run only when all of it was compared with its checksums. UserError.
     """
     from penstock.storage.offsite.fetch import fetch_files, fetch_state, find, read_small
     from penstock.storage.offsite.link import Link
@@ -153,12 +146,12 @@ def fetch(
         recipe = from_run_json(text, f"{result.location}/{result.folder}/{RECIPE}")
         recipe = change_run(recipe, overrides, Path.cwd())
         mark = {"place": str(result.location), "folder": result.folder}
-        path = _target(run_dir, mark, root) or fresh_path(root, recipe.name)
+        path = _target(run_dir, mark) or fresh_path(_RUNS, recipe.name)
         progress = _Moved()
         with _made(path, mark), working(f"fetching from {result.location}") as shown:
             path = path.resolve()
             shown.clear()
-            print(printable(f"run directory {path}: step {result.manifest.step} of {location}"), file=sys.stderr)
+            say(f"run directory {path}: step {result.manifest.step} of {location}")
             progress.begins(result.num_bytes)
             names = [name for name in result.files if name != RECIPE]
             fetch_files(link, result, {name: path / name for name in names}, path, progress.reported)
@@ -171,16 +164,13 @@ def fetch(
     return path
 
 
-def _target(run_dir: Path | None, mark: dict[str, str], root: Path) -> Path | None:
-    """Where the run directory is made: `run_dir`, or where an earlier fetch of the same was broken off, or None.
-
-    UserError where it holds anything else.
-    """
+def _target(run_dir: Path | None, mark: dict[str, str]) -> Path | None:
+    """`run_dir`, or where a fetch of the same was broken off, or None. UserError where it is not empty."""
     if run_dir is not None:
         if run_dir.is_dir() and any(run_dir.iterdir()) and not _is_broken_off(run_dir, mark):
             raise UserError(f"run directory {run_dir}: is not empty; choose another --run-dir")
         return run_dir
-    result = sorted(root.iterdir()) if root.is_dir() else []
+    result = sorted(_RUNS.iterdir()) if _RUNS.is_dir() else []
     return next((path for path in result if _is_broken_off(path, mark) and not is_live(path)), None)
 
 

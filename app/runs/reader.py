@@ -18,10 +18,8 @@ _Line = TypeVar("_Line")
 
 
 class Run:
-    """A run by its directory or its name below runs/, whether it is running or over; nothing is written.
-
-    Lines that are damaged, or that an earlier version wrote without what is asked for, are left out.
-    """
+    """A run by its directory or its name below runs/, running or over; nothing is written. Lines that are damaged, or
+    lack what is asked for, are left out."""
 
     def __init__(self, run: str | Path) -> None:
         """Raises UserError where there is no such run."""

@@ -1,8 +1,5 @@
-"""How fast a run trains: the one mean that all places show, and the words by which speeds are told apart.
-
-"last step" is the speed of one step, "mean" that of the run, "planned" the forecast's. A pause is in no step, nor is a
-validation; what a resumed run prepares again is not either.
-"""
+"""How fast a run trains: "last step" is the speed of one step, "mean" the run's, the same in all places, "planned" the
+forecast's. A pause is in no step, nor is a validation, or what a resumed run prepares again."""
 
 from __future__ import annotations
 

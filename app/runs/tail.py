@@ -15,12 +15,8 @@ _MARK_BYTES = 64
 
 
 class JsonTail:
-    """What has come to a .jsonl file since the last call.
-
-    A line without its end is not there yet. The reader stays at its beginning, so that a resumed run may cut it off
-    in place. A file that was replaced, or cut shorter than what was read, is read again from its start: see
-    `began_anew`.
-    """
+    """What has come to a .jsonl file since the last call, whole lines only: a resumed run may cut off the torn last
+    one. A file that was replaced, or cut shorter than what was read, is read again from its start: see `began_anew`."""
 
     def __init__(self, path: Path, *, start_bytes: int | None = None) -> None:
         self.path = path
@@ -51,10 +47,8 @@ class JsonTail:
         return min(1.0, (self._offset - self.left_out_bytes) / max(1, self._seen[2] - self.left_out_bytes))
 
     def read(self) -> list[dict[str, Any]]:
-        """The objects of the lines completed since the last call, of at most READ_BYTES; [] while there is no file.
-
-        Check `began_anew` after it. Never raises for what the file is or contains.
-        """
+        """The objects of the lines completed since, of at most READ_BYTES; [] without a file. Check `began_anew` after
+        it. Never raises for what the file is or contains."""
         self.began_anew = False
         try:
             stat = self.path.stat()

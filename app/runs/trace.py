@@ -1,8 +1,5 @@
-"""A run's spans as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens: a track per lane and one of steps,
-arrows from op to op, counters of tiers and rates (app/runs/trace_events.py).
-
-A lane whose ops overlap takes further tracks, since the format allows no overlaps within one.
-"""
+"""A run's spans as a Chrome trace for Perfetto (https://ui.perfetto.dev): a track per lane and one of steps, arrows
+from op to op, counters. A lane whose ops overlap takes further tracks, as the format allows none within one."""
 
 from __future__ import annotations
 
@@ -88,11 +85,10 @@ def write_trace(
     extent: tuple[int, int] | None = None,
     report: Callable[[str], None] = warn,
 ) -> int:
-    """Write the trace of a run's spans.jsonl to `out`; returns the number of spans. Memory does not grow with it.
+    """Write the trace of a run's spans.jsonl to `out`; the number of spans. Memory does not grow with it.
 
-    `steps`: the first and the last of those to write, with all that ran meanwhile; `extent`: the bytes of the file that
-    hold them, where that is known. `report` gets a word on damaged lines, which are left out. Raises UserError when the
-    run has no spans yet, or not these steps, or `out` cannot be written.
+    `steps`: the first and the last to write, with all that ran meanwhile; `extent`: the bytes of the file that hold
+    them, where known. `report` hears of damaged lines. UserError for a run without spans or these steps, or `out`.
     """
     spans_path = run_path / "spans.jsonl"
     if not os.path.lexists(spans_path):
@@ -130,10 +126,7 @@ def _window(spans: Iterable[Span], steps: tuple[int, int], run_path: Path) -> tu
 
 
 def write_spans(spans: Iterable[Span], name: str, out: Path, steps: Steps | None = None) -> int:
-    """Write the trace of `spans`, roughly in the order of their ends, to `out`; returns their number.
-
-    `steps`: what is known of them beside the spans. Raises UserError when `out` cannot be written.
-    """
+    """Write the trace of `spans`, roughly in the order of their ends; their number. UserError."""
     if out.is_dir():
         raise UserError(f"{out}: is a folder; name a file for the trace")
     tracks = _Tracks()

@@ -1,8 +1,5 @@
-"""What a trace shows beside the ops: steps, arrows from op to op, bytes that the tiers hold, and rates of the lanes.
-
-Each class takes the spans one after the other, roughly in the order of their ends, and gives events of the Chrome trace
-format as it goes; what it remembers is bounded.
-"""
+"""What a trace shows beside the ops: steps, arrows, bytes that the tiers hold, rates of the lanes. Each class takes the
+spans roughly in the order of their ends and gives events as it goes; what it remembers is bounded."""
 
 from __future__ import annotations
 
@@ -89,10 +86,7 @@ class Arrows:
 
 
 class Steps:
-    """A slice for every step, with what metrics.jsonl says of it, and the bytes that the tiers hold at its end.
-
-    `metrics`: that file's lines; those of steps before the present one are passed over.
-    """
+    """A slice for every step, with what its line of `metrics` says, and the bytes that the tiers hold at its end."""
 
     def __init__(self, metrics: Iterable[Event] = (), start_s: float | None = None) -> None:
         """`start_s`: when the first step began; None: with the first span."""

@@ -48,11 +48,8 @@ def opened(
     ram: str | int | None = None,
     device: str = "auto",
 ) -> Iterator[OpenedModel]:
-    """A run, by its directory or its name below runs/, or a model: a Hugging Face folder or a name on the hub.
-
-    `gpu`, `ram`: sizes as recipes have them; None: what is free. Of a run that is running a checkpoint can be read.
-    Raises UserError for what is neither.
-    """
+    """A run, by its directory or its name, or a model: a Hugging Face folder or a name on the hub. `gpu`, `ram`: sizes
+    as recipes have them; None: what is free. UserError for what is neither."""
     gpu_bytes = None if gpu is None else parse_bytes(gpu, "--gpu")
     ram_bytes = None if ram is None else parse_bytes(ram, "--ram")
     where, run = find_model(given)
@@ -150,10 +147,8 @@ def chat(
     on_start: Callable[[str], None] | None = None,
     on_text: Callable[[str], None],
 ) -> list[dict[str, str]]:
-    """Answer what `ask` gives, message by message, until that is None; the conversation.
-
-    `on_text` gets the answer as it comes; a KeyboardInterrupt meanwhile ends the answer, not the chat.
-    """
+    """Answer what `ask` gives, until that is None; the conversation. `on_text` gets answers as they come; a
+    KeyboardInterrupt meanwhile ends the answer, not the chat."""
     from penstock.engine.generate.text import TextStream
 
     model.encode_chat([{"role": "user", "content": "?"}])  # says so where it cannot chat

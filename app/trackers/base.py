@@ -99,11 +99,8 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Tracker(ABC):
-    """One tracker, which takes its settings from its own environment variables. Any exception of a method means that
-    what was handed over since the last `send` that returned is sent again, by a new process.
-
-    Its package is imported by `open`, not before.
-    """
+    """One tracker, set by its own environment variables; its package is imported by `open`, not before. Any exception
+    of a method means that what came since the last `send` that returned is sent again, by a new process."""
 
     name: str
     """As a recipe names it: the name that is imported."""
@@ -135,10 +132,8 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, first_step: int) -> None:
-        """Begin the tracker's run, or go on with the one that `known` tells of, and complete `known`.
-
-        `first_step`: the smallest step that will be sent.
-        """
+        """Begin the tracker's run, or go on with that of `known`, completed here; `first_step`: the smallest to be
+        sent."""
 
     def received(self) -> dict[Stream, int]:
         """The last step of each stream that the tracker says it has, -1 for none; a stream that it cannot tell is left

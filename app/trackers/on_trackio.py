@@ -105,8 +105,7 @@ class Trackio(Tracker):
         self._run.finish()
 
     def _require_server(self) -> None:
-        """Raise where the server of TRACKIO_SERVER_URL does not take what is sent, an empty list: trackio would keep
-        figures to itself."""
+        """Raise where the server does not take an empty list: trackio would keep figures to itself."""
         if not (server := self._where[1]):
             return
         parts = urllib.parse.urlsplit(server)

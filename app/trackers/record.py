@@ -79,11 +79,8 @@ def lock_sender(run: Path, name: str, wait_s: float) -> bool:
 
 
 class Feed:
-    """Reads the run's files as they grow, from the marks on, in the order of steps; a missing file holds nothing.
-
-    A resumed run drops the lines of steps that it does again, and writes them anew. These are known by their time:
-    they are handed out once more where `again`, and else left out, of which `repeated` tells.
-    """
+    """Reads the run's files as they grow, from the marks on, in the order of steps. Of steps that a resumed run does
+    again, known by their time, lines are handed out once more where `again`; else `repeated` tells of them."""
 
     def __init__(self, run: Path, marks: Mapping[Stream, Mark], *, again: bool = False) -> None:
         self.marks: dict[Stream, Mark] = {stream: marks.get(stream, Mark()) for stream in STREAMS}

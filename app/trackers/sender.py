@@ -1,12 +1,9 @@
-"""Sends one run to one tracker: the process that `attach` and `track` start.
+"""Sends one run to one tracker: `python -m penstock.app.trackers.sender NAME RUN [--once]`.
 
-    python -m penstock.app.trackers.sender NAME RUN [--once]
-
-It follows the run's files until a line on standard input says how the run has ended, or standard input ends without
-one: the run's process is gone. With --once it sends what is there. What it says is one JSON object a line on standard
-output: `at` (where the tracker's run is to be seen), `remark` and `error` (text, the last word before it fails),
-`done`. What the tracker's package prints goes to RUN/trackers/NAME.log. SIGALRM ends it where the tracker does not
-come back.
+It follows the run's files until a line on standard input says how the run has ended, or that ends without one: the
+run's process is gone. With --once it sends what is there. It says JSON objects, one a line: `at` (where the tracker's
+run is to be seen), `remark`, `error` (before it fails), `done`. What the tracker's package prints goes to
+RUN/trackers/NAME.log. SIGALRM ends it where the tracker does not come back.
 """
 
 from __future__ import annotations
@@ -54,8 +51,7 @@ Say = Callable[[dict[str, Any]], None]
 
 
 class Sender:
-    """Hands what is new to the tracker and keeps what was sent. Any failure is raised: the next process begins where
-    the record says."""
+    """Hands what is new to the tracker and keeps what was sent. After a failure the next process begins there."""
 
     def __init__(self, run: Path, name: str, say: Say, made_with: dict[str, str]) -> None:
         config = read_object(run / "recipe.json", 1 << 24) or {"name": read_recipe(run).name}

@@ -16,11 +16,8 @@ from penstock.storage.files.untrusted import one_line
 
 
 def track(run: Path, names: Iterable[str], say: Callable[[str], None]) -> None:
-    """Send what is missing of a run to trackers, one after the other; `say`: what is to be said, as it comes.
-
-    Raises UserError for a tracker that is none, is not installed or logged in, or did not take all of it; the others
-    have got theirs by then.
-    """
+    """Send what is missing of a run to trackers, one after the other; `say` hears of it. UserError for one that is
+    none, is not installed or logged in, or did not take all of it; the others have got theirs by then."""
     names = list(names)
     if not names:
         raise UserError(f"{run}: its recipe names no trackers; choose one with --to {'|'.join(TRACKERS)}")

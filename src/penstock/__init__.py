@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.app.cli.script import run_recipe
-    from penstock.app.evaluation.public import evaluate
+    from penstock.app.evaluation.run import evaluate
     from penstock.app.launch.api import export, finetune, plan, resume, train
     from penstock.app.launch.callbacks import StopTraining
     from penstock.app.launch.steps import steps
@@ -82,7 +82,7 @@ __all__ = [
 _HOMES = {
     "app.launch.api": ("export", "finetune", "plan", "resume", "train"),
     "app.launch.callbacks": ("StopTraining",),
-    "app.evaluation.public": ("evaluate",),
+    "app.evaluation.run": ("evaluate",),
     "app.runs.reader": ("Run",),
     "app.launch.steps": ("steps",),
     "app.cli.script": ("run_recipe",),

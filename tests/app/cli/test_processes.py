@@ -38,10 +38,10 @@ LONG = Recipe(name="tiny", data=DataConfig(source="python_stdlib"), train=TrainC
 def fake_cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launcher, "CLI", FAKE)
     yield
-    for process in launcher._children:
+    for process, _ in launcher._words.values():
         process.kill()
         process.wait()
-    launcher._children.clear()
+    launcher._words.clear()
 
 
 def test_packages_that_lie_about_where_it_is_called_are_not_ours(tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from small_tasks import TASKS, make_tasks
 import penstock
 from penstock.app.cli.main import main
 from penstock.app.evaluation import harness
-from penstock.app.evaluation.harness import HarnessModel, TaskOptions, find_tasks, query_tasks
-from penstock.app.evaluation.queried import QueriedModel, Requests, Writing
+from penstock.app.evaluation.harness import HarnessModel, find_tasks, query_tasks
+from penstock.app.evaluation.queried import QueriedModel, Requests
 from penstock.app.runs.directory import RunDir
+from penstock.engine.generate.decode import Decoding
 from penstock.engine.opened_model import OpenedModel
 from penstock.storage.files.errors import UserError
 
@@ -164,7 +165,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_metric_is_the_harness_s(model: OpenedModel, narrow: Path, tasks: Path, chat: bool) -> None:
     """And nobody is asked for local tasks."""
     queried, names = QueriedModel(model, batch_tokens=400), ["fruits", "fruit_text"]
-    options = TaskOptions(num_fewshot=2, limit=5, chat=queried.template if chat else None)
+    options: dict[str, Any] = {"num_fewshot": 2, "limit": 5, "chat": queried.template if chat else None}
     told: list[Requests] = []
     done: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -172,7 +173,7 @@ def test_every_metric_is_the_harness_s(model: OpenedModel, narrow: Path, tasks: 
         patch.setattr(socket, "getaddrinfo", refuse)
         patch.setattr(socket.socket, "connect", refuse)
         index = find_tasks(names, tasks)
-        found = query_tasks(queried, index, options, report=told.append, say=pytest.fail, on_done=done.append)
+        found = query_tasks(queried, index, **options, report=told.append, say=pytest.fail, on_done=done.append)
         refuse.assert_not_called()
     theirs = HFLM(pretrained=str(narrow), dtype="float32", device="cpu", batch_size=3)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
@@ -234,9 +235,9 @@ def test_weights_stream_by_once_for_a_batch(model: OpenedModel) -> None:
 def test_a_text_that_is_enough_is_not_gone_on_with(model: OpenedModel) -> None:
     queried = QueriedModel(model)
     prompts = [queried.encode("The apple is"), queried.encode("What colour")]
-    whole = queried.write(prompts, Writing(12), lambda _: None)
+    whole = queried.write(prompts, Decoding(new_tokens=12), lambda _: None)
     passes = model.passes
-    some = queried.write(prompts, Writing(12), lambda _: None, lambda place, text: len(text) > 2 * place)
+    some = queried.write(prompts, Decoding(new_tokens=12), lambda _: None, lambda place, text: len(text) > 2 * place)
     assert [len(text) > 2 * place for place, text in enumerate(some)] == [True, True]
     assert all(text.startswith(part) and len(part) < len(text) for text, part in zip(whole, some, strict=True))
     assert model.passes - passes < passes
@@ -262,7 +263,7 @@ def test_the_harness_own_tasks_are_found() -> None:
 def test_what_is_not_done_is_refused_in_a_line(model: OpenedModel, tasks: Path, monkeypatch: Patch) -> None:
     queried = QueriedModel(model)
     with pytest.raises(UserError, match="200 new tokens leave no room for a prompt in a context of 160"):
-        queried.write([[1, 2]], Writing(200), lambda _: None)
+        queried.write([[1, 2]], Decoding(new_tokens=200), lambda _: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("PENSTOCK_OFFLINE_BY_DEFAULT", raising=False)  # as if the command line had not been imported
     lost = "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\noutput_type: multiple_choice\n"
@@ -274,4 +275,4 @@ def test_what_is_not_done_is_refused_in_a_line(model: OpenedModel, tasks: Path, 
         (tasks / f"{name}.yaml").write_text(text)
         index = find_tasks([name], tasks)
         with pytest.raises(UserError, match=message):
-            query_tasks(queried, index, TaskOptions(), report=pytest.fail, say=pytest.fail, on_done=lambda _: None)
+            query_tasks(queried, index, report=pytest.fail, say=pytest.fail, on_done=lambda _: None)
