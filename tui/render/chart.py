@@ -46,8 +46,6 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What the axes show."""
-
     low: float
     high: float
     """Of x."""
@@ -116,7 +114,6 @@ def chart(
 
 
 def next_kind(kind: XKind) -> XKind:
-    """The x axis after this one."""
     kinds: tuple[XKind, ...] = get_args(XKind)
     return kinds[(kinds.index(kind) + 1) % len(kinds)]
 

@@ -83,7 +83,7 @@ class ConfigureScreen(PenstockScreen):
             yield Static(f"This recipe cannot be read.\n\n{self._broken}\n\nesc goes back.", id="broken", markup=False)
         else:
             with _Panes():
-                yield Form(self.draft, self._changed, id="form", classes="pane")
+                yield Form(self.draft, self._changed)
                 yield PlanPanel(id="plan", classes="pane")
             yield Drawn(self._summary_rows, id="summary")
             yield Static(id="launching", markup=False)
@@ -374,7 +374,6 @@ class ConfigureScreen(PenstockScreen):
         self.penstock.open("run", run_path)
 
     async def action_back(self) -> None:
-        """Out of the filter, out of the plan, out of the screen."""
         if not self._broken and self.form.is_filtered:
             self.form.end_filter()
         elif not self._broken and self.query_one(PlanPanel).has_focus:

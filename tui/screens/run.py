@@ -34,8 +34,6 @@ from penstock.tui.widgets.pages import LogPane, SamplesPane
 
 
 class Size(NamedTuple):
-    """The terminal's size, in cells."""
-
     width: int
     height: int
 
@@ -128,8 +126,6 @@ _asking = work(group="actions", exit_on_error=False)
 
 
 class RunScreen(LaneKeys, PenstockScreen):
-    """Panes of one run; see PANES."""
-
     SCOPE = "run"
     data: RunData
     DEFAULT_CSS = """
@@ -157,7 +153,7 @@ class RunScreen(LaneKeys, PenstockScreen):
     def compose(self) -> ComposeResult:
         yield KpiBar(self.data, id="kpi")
         yield AlertBar(self.data, id="alerts")
-        yield PipelineBar(self.data, id="pipeline")
+        yield PipelineBar(self.data)
         with Container(id="body"):
             with Vertical(id="main"):
                 yield from self._made(side=False)

@@ -40,8 +40,6 @@ def section_of(key: str) -> str:
 
 
 class ValueInput(Input):
-    """The text of the field that is being edited."""
-
     BINDINGS = [Binding("escape", "undo", "Undo", show=False)]
 
     def action_undo(self) -> None:
@@ -52,7 +50,8 @@ class Fields(LineWidget):
     """The rows. A text is edited in an input that stands over its row for as long as one types."""
 
     entry: ValueInput | None = None
-    _before = ""
+    _before = _typed = ""
+    """What the field said when editing began, and what was last typed."""
     _lines: tuple[int, list[tuple[str, Row]]] | None = None
     """For a width."""
 
@@ -107,7 +106,7 @@ class Fields(LineWidget):
         key = self._form.current
         if kind_of(key) != "text" or self.entry is not None:
             return
-        self._before = self._form.draft.text(key)
+        self._before = self._typed = self._form.draft.text(key)
         placeholder = "none" if may_be_none(key) else ""
         self.entry = ValueInput(self._before, placeholder=placeholder, compact=True, select_on_focus=True)
         self.mount(self.entry)
@@ -126,7 +125,8 @@ class Fields(LineWidget):
             self._form.focus_fields()
 
     def _take(self, text: str) -> None:
-        if text != self._form.draft.text(self._form.current):
+        if text != self._typed:
+            self._typed = text
             self._form.set_text(self._form.current, text)
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -226,11 +226,9 @@ class Form(Vertical):
     SCOPED_CSS = False
     """The rules ask for classes of the screen and of the application."""
 
-    def __init__(
-        self, draft: Draft, changed: Callable[[], None], *, id: str | None = None, classes: str | None = None
-    ) -> None:
+    def __init__(self, draft: Draft, changed: Callable[[], None]) -> None:
         """`changed` is called when the draft is another."""
-        super().__init__(id=id, classes=classes)
+        super().__init__(id="form", classes="pane")
         self.draft, self._changed = draft, changed
         self.planner_errors: dict[str, str] = {}
         """What the planner found wrong with single fields."""
@@ -251,7 +249,6 @@ class Form(Vertical):
 
     @property
     def errors(self) -> dict[str, str]:
-        """What is wrong by field."""
         return self.planner_errors | self.draft.errors
 
     def _hint(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
