@@ -416,29 +416,29 @@ class RunScreen(LaneKeys, PenstockScreen):
     async def _command(self, args: list[str]) -> None:
         await self._in_thread(_command, args, self.penstock.root)
 
-    async def _in_thread(self, function: Callable[..., tuple[bool, str]], *arguments: Any) -> None:
-        fine, text = await asyncio.to_thread(function, *arguments)
+    async def _in_thread(self, function: Callable[..., str], *arguments: Any) -> None:
+        """Call what returns what it has to say, or raises."""
+        try:
+            text, severity, timeout = await asyncio.to_thread(function, *arguments), "information", 6
+        except (UserError, OSError, ValueError) as error:  # ValueError: a NUL in a name
+            text, severity, timeout = str(error), "error", 20
         if text:
-            self.notify(text, severity="information" if fine else "error", timeout=6 if fine else 20, markup=False)
+            self.notify(text, severity=severity, timeout=timeout)
 
 
-def _command(args: list[str], root: Path) -> tuple[bool, str]:
-    """Run a command of the command line; whether it went well, and what it said at its end."""
+def _command(args: list[str], root: Path) -> str:
+    """Run a command of the command line; the end of what it said. Raises UserError where it failed."""
     from penstock.app.launch.launcher import command
 
-    try:
-        result = command(args, root)
-    except (UserError, OSError, ValueError) as error:  # ValueError: a NUL in a name
-        return False, str(error)
-    lines = [line for line in result.output.strip().splitlines() if line.strip()]
-    return result.code == 0, "\n".join(lines[-4:])
+    result = command(args, root)
+    said = "\n".join([line for line in result.output.strip().splitlines() if line.strip()][-4:])
+    if result.code != 0:
+        raise UserError(said)
+    return said
 
 
-def _resume(path: Path) -> tuple[bool, str]:
+def _resume(path: Path) -> str:
     from penstock.app.launch.launcher import resume
 
-    try:
-        resume(path)
-    except (UserError, OSError) as error:
-        return False, str(error)
-    return True, "the run continues in a process of its own"
+    resume(path)
+    return "the run continues in a process of its own"
