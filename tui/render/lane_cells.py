@@ -1,4 +1,4 @@
-"""Cells of a lane: ops as boxes with their names, and the parts of a step, as a band and as letters."""
+"""Cells, and what a lane's show: ops as boxes with their names, and the parts of a step, as a band and as letters."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _TALL_ROWS = 3
 
 
 class Canvas:
+    """Rows of cells: characters and tokens."""
+
     def __init__(self, rows: int, columns: int) -> None:
         self.num_rows, self.num_columns = rows, columns
         self.chars: NDArray[np.str_] = np.full((rows, columns), " ", dtype="<U1")

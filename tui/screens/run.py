@@ -13,6 +13,7 @@ from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical
+from textual.notifications import SeverityLevel
 from textual.widgets import Input
 
 from penstock.app.runs.checkpoints import STEP_MARK, export_folder
@@ -418,12 +419,13 @@ class RunScreen(LaneKeys, PenstockScreen):
 
     async def _in_thread(self, function: Callable[..., str], *arguments: Any) -> None:
         """Call what returns what it has to say, or raises."""
+        severity: SeverityLevel = "information"
         try:
-            text, severity, timeout = await asyncio.to_thread(function, *arguments), "information", 6
+            text = await asyncio.to_thread(function, *arguments)
         except (UserError, OSError, ValueError) as error:  # ValueError: a NUL in a name
-            text, severity, timeout = str(error), "error", 20
+            text, severity = str(error), "error"
         if text:
-            self.notify(text, severity=severity, timeout=timeout)
+            self.notify(text, severity=severity, timeout=20 if severity == "error" else 6)
 
 
 def _command(args: list[str], root: Path) -> str:
