@@ -20,8 +20,6 @@ recipes, and is refused in a read-only window."""
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a key does."""
-
     scope: str
     """`global`, or the SCOPE of a screen."""
     group: str

@@ -24,7 +24,6 @@ from penstock.storage.files.untrusted import printable
 from penstock.tui.actions import Action, actions, bindings
 from penstock.tui.filters import IN_ASCII, PRINTABLE
 from penstock.tui.host import Host
-from penstock.tui.paths import written_path
 from penstock.tui.screens.base import PenstockScreen
 from penstock.tui.theme import THEMES
 
@@ -186,6 +185,24 @@ class PenstockApp(App[None]):
         names = [theme.name for theme in THEMES]
         index = names.index(self.theme) if self.theme in names else -1
         self.theme = names[(index + 1) % len(names)]
+
+
+def written_path(root: Path, typed: str, *, inside: bool) -> Path:
+    """The path that `typed` means, below `root` unless it is absolute.
+
+    Raises UserError for what is no path, and with `inside` for what would lie outside `root` once links are followed.
+    """
+    try:
+        path = root / Path(typed).expanduser()
+        os.lstat(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL or half a character; RuntimeError: ~nobody
+        raise UserError(f"{typed}: cannot be written there ({getattr(error, 'strerror', None) or error})") from None
+    places = (os.path.realpath(path), os.path.realpath(path.parent))
+    if inside and not all(Path(place).is_relative_to(os.path.realpath(root)) for place in places):
+        raise UserError(f"{typed}: is outside {root}; in a browser, files can only be written below that folder")
+    return path
 
 
 _host: type[Host] = PenstockApp  # the type checker's: what screens and widgets ask for is there

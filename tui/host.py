@@ -35,5 +35,4 @@ class Host(Protocol):
 
 
 def host_of(node: DOMNode) -> Host:
-    """The application that shows `node`."""
     return cast(Host, node.app)

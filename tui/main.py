@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def main() -> int:
-    """The console script."""
     if not sys.argv[1:] and "_PENSTOCK_COMPLETE" not in os.environ:
         from penstock.tui.app import open_app
 

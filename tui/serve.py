@@ -58,7 +58,6 @@ class _OneLine(logging.Formatter):
     """Whatever a stranger sent: a line, without what steers a terminal, and without a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Logging's hook."""
         text = record.getMessage()
         if record.exc_info is not None and record.exc_info[1] is not None:
             text = f"{text}: {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"

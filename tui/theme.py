@@ -90,12 +90,13 @@ def style(token: str, dark: bool) -> Style:
     """The style of a token; `token reverse` and `token bold` add to it; an unknown token is plain text.
 
     `box.LANE` is a label on the lane's colour, `box.TOKEN` on another token's; `line.LANE` a line on it; `token line`
-    underlines.
+    underlines; `token chosen` stands on the ground of `selected`.
     """
     name, *extras = token.split()
     colours = _colours(dark)
+    chosen = "#2b3947" if dark else "#d5e3ee"
     if name == "selected":
-        return Style(color=colours["title"], bgcolor="#2b3947" if dark else "#d5e3ee")
+        return Style(color=colours["title"], bgcolor=chosen)
     line = True if "line" in extras else None
     if name.startswith(("box.", "line.")):
         kind, _, on = name.partition(".")
@@ -104,7 +105,11 @@ def style(token: str, dark: bool) -> Style:
         return Style(color=label, bgcolor=ground, bold="bold" in extras or None, underline=line)
     bold = name in _BOLD or "bold" in extras
     return Style(
-        color=colours.get(name, colours["text"]), bold=bold or None, reverse="reverse" in extras or None, underline=line
+        color=colours.get(name, colours["text"]),
+        bgcolor=chosen if "chosen" in extras else None,
+        bold=bold or None,
+        reverse="reverse" in extras or None,
+        underline=line,
     )
 
 

@@ -12,8 +12,7 @@ from textual.widgets import DataTable, OptionList
 
 from penstock.storage.files.errors import UserError
 from penstock.tui.actions import ACTIONS, actions, bindings, grouped, keys_page
-from penstock.tui.app import PenstockApp
-from penstock.tui.paths import written_path
+from penstock.tui.app import PenstockApp, written_path
 from penstock.tui.screens.configure import ConfigureScreen
 from penstock.tui.screens.dialogs import HelpScreen, TextDialog
 

@@ -8,11 +8,12 @@ import pytest
 from samples import samples
 from seen import running, until
 from textual.app import App
+from textual.geometry import Region
 from textual.pilot import Pilot
 
 from penstock.app.console.rows import ASCII, UNICODE, Glyphs
 from penstock.tui.app import PenstockApp
-from penstock.tui.widgets.form import FieldRow
+from penstock.tui.widgets.form import Fields
 from penstock.tui.widgets.lines import LineWidget
 
 
@@ -96,7 +97,7 @@ async def test_every_screen_and_dialog(root: Path) -> None:
         await pilot.press("escape")
         app.open("configure", root / "recipes/tiny.py")
         await shows_ascii_alone(pilot, "configure")
-        assert all(row.render().plain.isascii() for row in app.screen.query(FieldRow))
+        assert all(row.text.isascii() for row in app.screen.query_one(Fields).render_lines(Region(0, 0, 80, 100)))
         await dialogs(machines="m", changes="d")
         await pilot.press("slash", *"model.path", "enter")
         await dialogs(folders="o")

@@ -115,11 +115,11 @@ async def test_the_plan_follows_the_form_and_what_is_wrong_blocks_save_launch_an
     await ui.type("train.steps", "13")
     await ui.until(lambda: ui.state.error is not None)
     assert (ui.state.phase, ui.state.stale) == ("done", True)
-    assert ui.form.rows["train.steps"].error == "13 is unlucky"
+    assert ui.form.errors["train.steps"] == "13 is unlucky"
     assert "no plan" in ui.page()
     await ui.press("backspace")
     await ui.planned()
-    assert (ui.state.error, ui.form.rows["train.steps"].error) == (None, "")
+    assert (ui.state.error, ui.form.errors) == (None, {})
     # Number keys apply fixes, b what helps most.
     await ui.type("train.chunk_tokens", "8192")
     assert not (await ui.planned())["fits"]
@@ -128,7 +128,7 @@ async def test_the_plan_follows_the_form_and_what_is_wrong_blocks_save_launch_an
     assert "there is no fix" in ui.notes
     await ui.press("1")
     assert (ui.recipe.train.chunk_tokens, ui.recipe.train.kv_window) == (1024, "streamed")
-    assert ui.form.current.key == "train.chunk_tokens"
+    assert ui.form.current == "train.chunk_tokens"
     assert (await ui.planned())["fits"]
     await ui.press("tab", "b")
     assert ui.recipe.train.gradient_dtype == "bfloat16"
@@ -136,14 +136,14 @@ async def test_the_plan_follows_the_form_and_what_is_wrong_blocks_save_launch_an
     await ui.press("tab")
     ui.form.draft.reset_all()
     await ui.type("train.lr", "fast")
-    assert "must be a number" in ui.form.rows["train.lr"].error
+    assert "must be a number" in ui.form.errors["train.lr"]
     assert (ui.state.phase, ui.state.stale) == ("idle", True)
     assert "no plan" in ui.page()
     assert "train.lr: 'fast' must be a number" in ui.page()
     ui.form.go("name")
     for key in ("l", "ctrl+s"):
         await ui.press(key)
-        assert (ui.app.screen, ui.form.current.key) == (ui.configure, "train.lr")
+        assert (ui.app.screen, ui.form.current) == (ui.configure, "train.lr")
     assert "train.lr: 'fast' must be a number" in ui.notes
     await ui.press("1", "b")
     assert [item.key for item in ui.form.draft.differences] == ["train.lr"]
@@ -213,11 +213,11 @@ async def test_every_key_of_the_table_at_any_size(
 async def test_sections_filter_reset_and_picking_a_model_folder_and_a_data_file(ui: Opened, place: Path) -> None:
     form = ui.form
     await ui.press(*["right_square_bracket"] * 3)
-    assert form.current.key == "data.source"
+    assert form.current == "data.source"
     await ui.press("left_square_bracket")
-    assert form.current.key == "adapter.method"
+    assert form.current == "adapter.method"
     await ui.press("slash", *"lr_sch", "enter")
-    assert form.current.key == "train.lr_schedule"
+    assert form.current == "train.lr_schedule"
     await ui.press("right", "space", "left")
     assert form.draft.text("train.lr_schedule") == "linear"
     await ui.press("escape")
@@ -228,7 +228,7 @@ async def test_sections_filter_reset_and_picking_a_model_folder_and_a_data_file(
     await ui.dialog(ConfirmDialog, "U")
     await ui.answer("y")
     assert form.draft.differences == []
-    assert "84" in form.rows["train.steps"].value
+    assert form.draft.text("train.steps") == "84"
     save_recipe(place / "recipe.json", ui.recipe)
     await ui.open(place / "recipe.json")
     assert (await ui.planned())["recipe"] == "text_small", "a run's recipe opens, too"
@@ -336,7 +336,7 @@ async def test_launch_asks_is_told_at_once_and_begins_one_run_here(
     assert "starting text_small" in str(line.render())
     before = ui.form.current
     await ui.press("down", "l")  # the window goes on, and nothing is started twice
-    assert ui.form.current is not before
+    assert ui.form.current != before
     assert ui.app.screen is ui.configure
     assert "starting text_small" in ui.notes
     ready.set()
@@ -348,11 +348,12 @@ async def test_launch_asks_is_told_at_once_and_begins_one_run_here(
 
 async def test_the_selected_field_stays_in_view_and_narrow_terminals_show_one_pane(ui: Opened) -> None:
     def is_seen() -> bool:
-        rows = ui.form.query_one(FieldList)
-        return bool(rows.size.height) and rows.region.contains_region(ui.form.current.region)
+        rows, fields = ui.form.query_one(FieldList), ui.form.fields
+        field = fields.region_of(ui.form.current).translate(fields.region.offset)
+        return bool(rows.size.height) and rows.region.contains_region(field)
 
     await ui.planned()
-    keys = list(ui.form.rows)
+    keys = ui.form.shown
     for key in ("train.lr", keys[-1]):
         ui.form.go(key)
         for size in ((120, 60), (120, 14), (80, 24)):
@@ -361,8 +362,8 @@ async def test_the_selected_field_stays_in_view_and_narrow_terminals_show_one_pa
             await ui.until(is_seen)
         for wrong in (keys[:6], []):
             ui.form.planner_errors = dict.fromkeys(wrong, "a reason of so many words that it takes a row of its own")
-            ui.form.update_rows()
-            await ui.until(lambda wrong=wrong: all(ui.form.rows[name].size.height > 1 for name in wrong))  # type: ignore[misc]
+            ui.form.fields.redraw()
+            await ui.until(lambda wrong=wrong: all(ui.form.fields.region_of(name).height > 1 for name in wrong))  # type: ignore[misc]
             await ui.until(is_seen)
     panel, summary = ui.configure.query_one(PlanPanel), ui.configure.query_one("#summary", LineWidget)
     assert (panel.display, summary.display, ui.form.display) == (False, True, True)

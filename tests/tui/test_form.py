@@ -10,15 +10,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from seen import Themed, press
 from textual.app import ComposeResult
+from textual.geometry import Region
 from textual.pilot import Pilot
-from textual.widgets import Input, Static
+from textual.widgets import Input
 
+from penstock.app.console.rows import UNICODE, Row, plain
 from penstock.app.recipes.fields import fields
 from penstock.app.recipes.recipe import apply_overrides, load_recipe
 from penstock.engine.config import Recipe
 from penstock.storage.files.errors import UserError
 from penstock.tui.data.draft import Draft, choices_of, error_field, field_table, get, kind_of, value_text
-from penstock.tui.widgets.form import FieldList, FieldRow, Form
+from penstock.tui.theme import style
+from penstock.tui.widgets.form import FieldList, Form
+from penstock.tui.widgets.lines import LineWidget
 
 DRAWN_AT_ONCE = True
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
@@ -34,20 +38,31 @@ class FormApp(Themed):
         self.num_changes = 0
 
     def compose(self) -> ComposeResult:
-        yield Form(self.draft, self.count, id="form")
+        yield Form(self.draft, self.count)
 
     def count(self) -> None:
         self.num_changes += 1
 
     form = property(lambda self: self.query_one(Form))
 
-    def row(self, key: str) -> FieldRow:
-        return self.form.rows[key]
+    def rows(self, of: str) -> list[Row]:
+        return [row for owner, row in self.form.fields.lines(self.form.fields.size.width) if owner == of]
 
-    def edit(self, key: str) -> FieldRow:
+    def line(self, of: str) -> str:
+        return plain(self.rows(of))
+
+    def hint(self) -> str:
+        return " ".join(plain(self.form._hint(78, 9, UNICODE)).split())
+
+    def edit(self, key: str) -> None:
         self.form.go(key)
-        self.row(key).begin_edit()
-        return self.row(key)
+        self.form.fields.begin_edit()
+
+    def region(self) -> Region:
+        """What is seen of the current field's rows."""
+        fields = self.form.fields
+        rows = fields.region_of(self.form.current).translate(fields.region.offset)
+        return rows.intersection(self.query_one(FieldList).region)
 
 
 @pytest.fixture
@@ -62,66 +77,70 @@ def app(pilot: Pilot[None]) -> FormApp:
     return pilot.app
 
 
-def on_screen(row: FieldRow) -> bool:
-    return bool(row.region.intersection(row.parent.region)) if row.parent is not None else False  # type: ignore[union-attr]
-
-
 async def test_every_field_has_a_row_a_hint_and_a_section_and_the_row_stays_in_sight(
     app: FormApp, pilot: Pilot[None]
 ) -> None:
-    assert [row.key for row in app.query(FieldRow)] == [item.key for item in fields()]
+    assert app.form.shown == [item.key for item in fields()]
     shown = {"train.steps": "84", "model.path": "none", "after.export": "on"}
     shown["after.sample_prompt"] = "def read(self, path):\\n    "
     for key, text in shown.items():
-        assert text in app.row(key).render().plain
-    assert "steps" in app.row("train.steps").render().plain
-    titles = [str(title.render()).partition("  ") for title in app.query(".section").results(Static)]
+        assert text in app.line(key)
+    assert "steps" in app.line("train.steps")
+    titles = [plain([row]).partition("  ") for of, row in app.form.fields.lines(78) if of.startswith("#")]
     sections = dict.fromkeys(item.key.partition(".")[0] if "." in item.key else "recipe" for item in fields())
     assert [title for title, _, _ in titles] == list(sections)
     assert all(len(about.split()) > 1 for _, _, about in titles), "each says what it is about"
     for item in fields():
-        hint = str(app.query_one("#hint", Static).render())
-        assert item.key in hint
-        assert item.help in hint
+        assert item.key in app.hint()
+        assert item.help in app.hint()
         await pilot.press("down")
     for key in ("end", "pageup", "up", "k", "j", "pagedown", "home", "down"):
         await press(pilot, key)
-        assert on_screen(app.form.current), key
-    assert app.form.current.key == "machine"
+        assert app.region(), key
+    assert app.form.current == "machine"
     app.form.move_section(1)
-    assert app.form.current.key == "model.path"
+    assert app.form.current == "model.path"
     app.form.move_section(-1)
     app.form.move_section(-1)
-    assert app.form.current.key == "after.export"
+    assert app.form.current == "after.export"
     await pilot.pause()
-    assert on_screen(app.form.current)
+    assert app.region()
 
 
 async def test_typing_checks_at_once_loses_nothing_escape_takes_back_and_arrows_take_over(
     app: FormApp, pilot: Pilot[None]
 ) -> None:
-    row = app.edit("train.steps")
+    app.edit("train.steps")
     await pilot.pause()
-    assert isinstance(app.focused, Input)
+    entry = app.focused
+    assert isinstance(entry, Input)
+    assert entry.region.y == app.region().y
+    app.form.planner_errors = {"name": "wrong"}
+    app.form.fields.redraw()
+    await pilot.pause()
+    assert entry.region.y == app.region().y, "it follows its row"
+    app.form.planner_errors = {}
     await press(pilot, "0")  # the old text is selected
-    assert (row.error, row.size.height) == ("0 must be at least 1", 2)
-    assert "must be at least 1" in row.render().plain
+    assert app.form.errors == {"train.steps": "0 must be at least 1"}
+    assert (len(app.rows("train.steps")), app.region().height) == (2, 2)
+    assert "must be at least 1" in app.line("train.steps")
     await press(pilot, "backspace", "2", "0")
-    assert (row.error, row.size.height, app.draft.recipe.train.steps) == ("", 1, 20)
-    assert "was 84" in row.render().plain
+    assert (app.form.errors, app.region().height, app.draft.recipe.train.steps) == ({}, 1, 20)
+    assert "was 84" in app.line("train.steps")
     await press(pilot, "enter")
-    assert (row.is_editing, app.form.current, app.num_changes > 0) == (False, row, True)
+    assert (app.form.fields.entry, app.form.current, app.num_changes > 0) == (None, "train.steps", True)
     assert isinstance(app.focused, FieldList)
     for key, text, at in (("escape", "20", "train.steps"), ("down", "9", "train.global_batch_size")):
         app.edit("train.steps")
         await press(pilot, "9", key)
-        assert (app.draft.text("train.steps"), row.is_editing, app.form.current.key) == (text, False, at)
+        assert (app.draft.text("train.steps"), app.form.fields.entry, app.form.current) == (text, None, at)
     assert isinstance(app.focused, FieldList)
     app.draft.reset_all()
-    app.form.update_rows()
-    row = app.edit("train.steps")
+    app.form.fields.redraw()
+    app.edit("train.steps")
     await pilot.pause()
-    entry = row.query_one(Input)
+    entry = app.focused
+    assert isinstance(entry, Input)
 
     async def typed(*texts: str) -> str:
         for text in texts:
@@ -133,23 +152,18 @@ async def test_typing_checks_at_once_loses_nothing_escape_takes_back_and_arrows_
     assert (await typed("", "6", "60", "600"), entry.value) == ("600", "600")
     assert await typed("6001", "600") == "600"  # back to what is still shown
     entry.value = "7"
-    row.end_edit(undo=True)  # before the change is told
+    app.form.fields.end_edit(undo=True)  # before the change is told
     assert await typed() == "84"
+    app.edit("train.steps")
+    await press(pilot, "9")
+    app.form.set_text("train.steps", "50")  # by a fix or a file browser, from the palette
+    app.form.fields.end_edit()
+    assert await typed() == "50", "what was typed before it is not put back"
 
 
 async def test_choices_and_changes_are_marked_and_counted_and_a_long_value_is_cut(
-    app: FormApp, pilot: Pilot[None], monkeypatch: pytest.MonkeyPatch
+    app: FormApp, pilot: Pilot[None]
 ) -> None:
-    drawn: list[str] = []
-    render = FieldRow.render
-    with monkeypatch.context() as patch:
-        patch.setattr(FieldRow, "render", lambda row: drawn.append(row.key) or render(row))  # type: ignore[func-returns-value]
-        await press(pilot, "down")
-        assert set(drawn) == {"name", "machine"}, "a key redraws two rows"
-        drawn.clear()
-        app.form.set_text("train.lr", "2e-3")
-        await pilot.pause()
-        assert set(drawn) <= {"train.lr"}
     app.form.set_text("train.lr", app.draft.base_text("train.lr"))
     for key, before, after in (
         ("train.lr_schedule", "● cosine  ○ linear  ○ constant", "● linear"),
@@ -157,19 +171,19 @@ async def test_choices_and_changes_are_marked_and_counted_and_a_long_value_is_cu
         ("train.steps", "84", "84"),
     ):
         app.form.go(key)
-        assert before in app.form.current.render().plain
+        assert before in app.line(app.form.current)
         app.form.cycle(1)
-        assert after in app.form.current.render().plain
-    assert "linear  was cosine" in app.row("train.lr_schedule").render().plain
+        assert after in app.line(app.form.current)
+    assert "linear  was cosine" in app.line("train.lr_schedule")
     app.form.set_text("train.lr", "2e-3")
-    assert app.row("train.lr").render().plain.startswith("◆ lr")
-    assert "2 changed" in str(app.query_one("#section-train", Static).render())
+    assert app.line("train.lr").startswith("◆ lr")
+    assert "2 changed" in app.line("#train")
     app.form.go("train.lr")
     app.form.reset()
-    assert app.row("train.lr").render().plain.startswith("  lr")
+    assert app.line("train.lr").startswith("  lr")
     long = "/a/very/long/path" * 9
     app.form.set_text("data.path", long)
-    assert app.row("data.path").render().plain.count("…") == 1
+    assert app.line("data.path").count("…") == 1
     app.edit("data.path")
     await pilot.pause()
     assert isinstance(app.focused, Input)
@@ -182,17 +196,17 @@ async def test_the_filter_clicks_and_another_theme_for_titles_and_hint(app: Form
         await press(pilot, *keys)
 
     await filtered(*"decay")
-    shown = {row.key for row in app.query(FieldRow) if row.display}
+    shown = set(app.form.shown)
     assert {"train.weight_decay", "train.beta1"} <= shown
     assert "train.steps" not in shown
-    assert not app.query_one("#section-model").display
+    assert not app.line("#model")
     for keys in (["enter"], ["down", "up", "end"]):
         await press(pilot, *keys)
-        assert app.form.current.key in shown
+        assert app.form.current in shown
     app.form.end_filter()
-    assert all(row.display for row in app.query(FieldRow))
+    assert app.form.shown == list(field_table())
     await filtered(*"data.sequence_length", "enter")  # the help of others names it too
-    assert app.form.current.key == "data.sequence_length"
+    assert app.form.current == "data.sequence_length"
     app.form.end_filter()
     await filtered(*"zzzz", "enter")
     app.form.move(1)
@@ -200,17 +214,18 @@ async def test_the_filter_clicks_and_another_theme_for_titles_and_hint(app: Form
     app.form.end_filter()
     app.form.go("name")
     await pilot.pause()
-    row = app.row("model.num_layers")
-    await pilot.click(row)
-    assert app.form.current is row
-    await pilot.click(row, times=2)
+    at = (5, app.form.fields.region_of("model.num_layers").y)
+    await pilot.click(app.form.fields, offset=at)
+    assert app.form.current == "model.num_layers"
+    await pilot.click(app.form.fields, offset=at, times=2)
     await pilot.pause()
-    assert row.is_editing
+    assert isinstance(app.focused, Input)
     app.theme = "penstock-light"
     await pilot.pause()
-    for place in ("#hint", "#section-recipe"):
-        found = [span.style for span in app.query_one(place, Static).content.spans]  # type: ignore[union-attr]
-        assert {style.color.triplet.hex for style in found} <= {"#1f2933", "#101820", "#66717e", "#0b6fa4"}
+    title = app.form.fields.region_of("#recipe").y
+    for widget, y in ((app.query_one("#hint", LineWidget), 0), (app.form.fields, title)):
+        colours = {segment.style.color.name for segment in widget.render_line(y) if segment.text.strip()}
+        assert colours <= {style(token, False).color.name for token in ("title", "dim", "accent")}
 
 
 @pytest.fixture
@@ -304,7 +319,7 @@ def test_what_is_wrong_stands_at_its_fields_and_choices_go_round(draft: Draft) -
     assert error_field("name: 'a b' must be letters") == "name"
     assert error_field("the disk is full") is None
     for value, text in {3e-5: "3e-5", 1e6: "1e6", 0.1: "0.1", 1234567.0: "1234567.0", 2.5e-8: "2.5e-8"}.items():
-        assert value_text("train.lr", value) == text
+        assert value_text(value) == text
 
 
 typed = st.text(max_size=8) | st.integers(-2, 10**4).map(str) | st.sampled_from(["true", "1e-3", "2GiB", "[]", "{}"])
@@ -334,6 +349,6 @@ def test_a_text_field_keeps_every_character(text: str) -> None:
     base = dataclasses.replace(base, after=dataclasses.replace(base.after, sample_prompt=text))
     draft = Draft(Recipe(name="x"))
     draft.set("after.export", "true")
-    draft.set("after.sample_prompt", value_text("after.sample_prompt", text))
+    draft.set("after.sample_prompt", value_text(text))
     if text.strip() and text.strip().lower() not in ("none", "null"):
         assert draft.recipe == base, json.dumps(text)

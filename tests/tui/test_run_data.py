@@ -249,4 +249,4 @@ def test_eta_average_z_score_and_validations() -> None:
     assert log.add_validation([{"step": 8, "loss": 1.25}]) == 1
     assert [column.tolist() for column in log.validation] == [[4, 8], [2.0, 1.25]]
     assert log.at_steps(log.validation[0], "total_tokens").tolist() == [400.0, 800.0]
-    assert math.isnan(MetricsLog().recent_mean("loss") or math.nan)
+    assert math.isnan(MetricsLog().recent_step_s() or math.nan)

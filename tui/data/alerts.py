@@ -139,7 +139,7 @@ def stall(data: RunData) -> Alert | None:
     if clock_s is None or not view.num_spans or data.behind:
         return None
     silent_s = clock_s - view.last_end_s
-    step_s = data.metrics.recent_mean("step_s") or 0.0
+    step_s = data.metrics.recent_step_s() or 0.0
     if silent_s < max(_STALL_S, 2 * step_s):
         return None
     under_way = [(op.start_s, f"{op.lane} {op.op} {op.block}") for op in data.now if op.start_s is not None]

@@ -26,7 +26,6 @@ def read_new(run: RunData) -> bool:
 
 
 def state_text(run: RunData) -> str:
-    """The run's state in a word."""
     return run.state if run.exists else "vanished"
 
 

@@ -79,11 +79,9 @@ class StepAnalysis:
 
     @property
     def gap_s(self) -> float:
-        """Seconds of the path in which none of its ops ran."""
         return sum(part.end_s - part.start_s for part in self.path if part.row is None)
 
     def path_by_lane(self, view: SpanView) -> dict[str, float]:
-        """Lane -> seconds of the path, longest first."""
         seconds: dict[str, float] = defaultdict(float)
         for row, length_s in self.path_ops:
             seconds[view.lanes[view.lane[row]]] += length_s
@@ -158,7 +156,6 @@ class Blockers:
 
 
 def analyse(view: SpanView, window: StepWindow) -> StepAnalysis:
-    """The critical path and the idle times of a step."""
     blockers = Blockers(view)
     idle = {lane: _idle_times(view, window, lane, blockers) for lane in view.lanes}
     return StepAnalysis(window, _critical_path(view, window, blockers), idle)

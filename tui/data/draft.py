@@ -58,7 +58,7 @@ def number_text(value: float) -> str:
     return repr(value) if -3 < int(short.partition("e")[2]) < 5 else min(repr(value), short, key=len)
 
 
-def value_text(key: str, value: Any) -> str:
+def value_text(value: Any) -> str:
     """How a value is shown and typed: on one line, none as nothing."""
     if value is None:
         return ""
@@ -70,14 +70,11 @@ def value_text(key: str, value: Any) -> str:
 
 
 def get(recipe: Recipe, key: str) -> Any:
-    """The value of a field by its dotted name."""
     return attrgetter(key)(recipe)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field that is not as in the base recipe."""
-
     key: str
     before: str
     after: str
@@ -98,7 +95,7 @@ class Draft:
 
     def base_text(self, key: str) -> str:
         """What the field shows in the base recipe."""
-        return value_text(key, get(self.base, key))
+        return value_text(get(self.base, key))
 
     def set(self, key: str, text: str) -> None:
         """Change one field; what it was before is forgotten."""
@@ -127,11 +124,10 @@ class Draft:
         else:
             keys = list(field_table())
         for key in keys:
-            self._put(key, value_text(key, get(changed, key)))
+            self._put(key, value_text(get(changed, key)))
         self._check()
 
     def is_changed(self, key: str) -> bool:
-        """Whether the field differs from the base recipe's."""
         if key not in self._texts:
             return False
         try:

@@ -44,7 +44,6 @@ class HomePlans:
         self._left_s = _MOST_S
 
     def begin_stay(self) -> None:
-        """Somebody has come to Home."""
         self._left_s = _MOST_S
 
     def look(self, entries: Sequence[RecipeEntry]) -> dict[Path, Fit | None]:

@@ -138,11 +138,11 @@ class MetricsLog:
         passed_s = 0.0 if now is None or ended is None else min(max(0.0, now - ended), step_s)
         return step_s * remaining - passed_s
 
-    def recent_mean(self, name: str) -> float | None:
-        """The mean of the last ETA_STEPS values that are there, the log's first two left out."""
-        values = self.column(name)[max(WARMUP_STEPS, self.rows - ETA_STEPS) :]
+    def recent_step_s(self) -> float | None:
+        """The mean seconds of the last ETA_STEPS steps that have them, the log's first two left out."""
+        values = self.column("step_s")[max(WARMUP_STEPS, self.rows - ETA_STEPS) :]
         values = values[np.isfinite(values)]
-        return float(values.mean()) if len(values) else self.last(name)
+        return float(values.mean()) if len(values) else self.last("step_s")
 
     def z_score(self, name: str) -> float | None:
         """How many standard deviations the last value is above the mean of the 100 before; None while they are few."""

@@ -23,8 +23,6 @@ SERVER = tuple(child.command("app.planning.server"))
 
 @dataclass(frozen=True, slots=True)
 class PlanState:
-    """What is known of the plan now."""
-
     phase: Phase = "idle"
     """advising: the plan is there, and what would help most is being tried."""
     forecast: dict[str, Any] | None = None

@@ -94,8 +94,6 @@ Cell = tuple[str, int]
 
 @dataclass(slots=True)
 class FitState:
-    """What is known now."""
-
     question: dict[str, Any] | None = None
     """None until the command has begun to answer."""
     cells: dict[Cell, dict[str, Any]] = field(default_factory=dict)
@@ -113,8 +111,6 @@ class FitState:
 
 
 class FitClient(Client):
-    """Plans all models at all contexts."""
-
     state = FitState()
 
     async def ask(self, machine: str) -> None:
@@ -162,8 +158,6 @@ class FinetuneRequest:
 
 @dataclass(slots=True)
 class FinetuneState:
-    """What is known now."""
-
     request: FinetuneRequest | None = None
     """None: nothing was requested yet."""
     doing: str = ""
@@ -177,8 +171,6 @@ class FinetuneState:
 
 
 class FinetuneClient(Client):
-    """Inspects a model and data."""
-
     state = FinetuneState()
 
     async def ask(self, request: FinetuneRequest) -> None:

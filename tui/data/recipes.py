@@ -26,8 +26,6 @@ _SAVED = "a saved recipe"
 
 @dataclass(frozen=True, slots=True)
 class RecipeEntry:
-    """A recipe file."""
-
     path: Path
     name: str
     own: bool

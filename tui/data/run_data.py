@@ -35,8 +35,6 @@ STATES = (*ATTENDED_STATES, *ENDED_STATES, "crashed", "gone")
 
 
 class LogLine(NamedTuple):
-    """One message of the run."""
-
     time: float | None
     level: str
     text: str

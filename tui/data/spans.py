@@ -58,7 +58,6 @@ class Busy:
         return np.where(i >= 0, self.before_s[at] + inside, 0.0)
 
     def between(self, start_s: float, end_s: float) -> float:
-        """Busy seconds of a window."""
         begin, end = self.until(np.array([start_s, end_s]))
         return float(end - begin)
 
@@ -136,12 +135,10 @@ class SpanView:
 
     @cached_property
     def first_start_s(self) -> float:
-        """Where the first span begins; 0 without spans."""
         return float(self.start_s.min()) if self.num_spans else 0.0
 
     @cached_property
     def last_end_s(self) -> float:
-        """Where the last span ends; 0 without spans."""
         return float(self.end_s.max()) if self.num_spans else 0.0
 
     def span(self, row: int) -> Span:
@@ -159,7 +156,6 @@ class SpanView:
         )
 
     def waited(self, row: int) -> tuple[int, ...]:
-        """Ids of the ops that this row's lane had to wait for."""
         return self._waited[self._offset + row]
 
     def row_of_id(self, op_id: int) -> int | None:
@@ -169,7 +165,6 @@ class SpanView:
         return int(rows[at]) if at >= 0 and ids[at] == op_id else None
 
     def busy_s(self, lane: str, start_s: float, end_s: float) -> float:
-        """Seconds of a window in which the lane had an op under way."""
         return self.busy_of(lane).between(start_s, end_s)
 
     def bytes_by_lane(self, start_s: float, end_s: float) -> dict[str, int]:
@@ -274,8 +269,6 @@ def printable(name: str) -> str:
 
 
 class _Names:
-    """Numbers names."""
-
     def __init__(self, most: int, known: Iterable[str] = ()) -> None:
         self.names: list[str] = list(known)
         self._number = {name: number for number, name in enumerate(self.names)}

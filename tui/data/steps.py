@@ -46,7 +46,6 @@ class StepSpans:
 
     @cached_property
     def analysis(self) -> StepAnalysis:
-        """Why it took so long."""
         return analyse(self.view, self.window)
 
     @property
@@ -56,8 +55,6 @@ class StepSpans:
 
 
 class _Clip(NamedTuple):
-    """The end of a step."""
-
     step: int
     end_s: float
     offset: int

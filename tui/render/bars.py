@@ -121,7 +121,6 @@ class StepFigures:
 
 
 def planned_step(plan: dict[str, Any]) -> StepFigures:
-    """What plan.json promised."""
     shares = {lane: share for lane in LANES if (share := number(plan, "lanes", lane, "share")) is not None}
     step_s, tokens_per_s, mfu = (number(plan, name) for name in ("step_s", "tokens_per_s", "mfu"))
     return StepFigures(step_s, tokens_per_s, mfu, text(plan, "bound_by"), shares)
@@ -139,7 +138,6 @@ def real_step(data: RunData) -> StepFigures:
 
 
 def plan_rows(data: RunData, width: int, height: int, glyphs: Glyphs) -> list[Row]:
-    """What was planned of a step beside what came of it."""
     return figure_rows(planned_step(data.plan), real_step(data), width, height, glyphs)
 
 

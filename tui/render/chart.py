@@ -5,7 +5,6 @@ Points are reduced to the least and the greatest of each column of dots before a
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.app.console.rows import Glyphs, Row, merged
 from penstock.storage.files.units import count_text
+from penstock.tui.render.lane_cells import Canvas
 from penstock.tui.render.one_row import sparkline as one_row
 from penstock.tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
 
@@ -46,8 +46,6 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What the axes show."""
-
     low: float
     high: float
     """Of x."""
@@ -93,18 +91,15 @@ def chart(
     gutter = max(label_cells, *map(len, labels)) + 2 if width >= 24 and labels else 0
     plot_width = width - gutter
 
-    codes = np.full((plot_height, plot_width), ord(" "), np.uint32)
-    tokens = np.zeros((plot_height, plot_width), np.int16)
-    names = ["text"]
+    canvas = Canvas(plot_height, plot_width)
     if cursor is not None and low <= cursor <= high:
         column = _column(cursor, axes, plot_width)
-        codes[:, column] = ord(glyphs.vline)
-        tokens[:, column] = _name("axis", names)
+        canvas.chars[:, column], canvas.tokens[:, column] = glyphs.vline, "axis"
     for curve in curves:
         draw = _draw_points if curve.points else _draw_line
-        draw(codes, tokens, curve, axes, glyphs, _name(curve.token, names))
+        draw(canvas, curve, axes, glyphs)
 
-    rows = [_row(codes[y], tokens[y], names) for y in range(plot_height)]
+    rows = [canvas.row(y) for y in range(plot_height)]
     if gutter:
         by_row = dict(zip((row for row, _ in ticks), labels, strict=True))
         for y, row in enumerate(rows):
@@ -116,7 +111,6 @@ def chart(
 
 
 def next_kind(kind: XKind) -> XKind:
-    """The x axis after this one."""
     kinds: tuple[XKind, ...] = get_args(XKind)
     return kinds[(kinds.index(kind) + 1) % len(kinds)]
 
@@ -248,10 +242,8 @@ def _column(x: float, axes: Axes, width: int) -> int:
     return min(width - 1, max(0, int((x - axes.low) / (axes.high - axes.low) * width)))
 
 
-def _draw_line(
-    codes: NDArray[np.uint32], tokens: NDArray[np.int16], curve: Curve, axes: Axes, glyphs: Glyphs, token: int
-) -> None:
-    height, width = codes.shape
+def _draw_line(canvas: Canvas, curve: Curve, axes: Axes, glyphs: Glyphs) -> None:
+    height, width = canvas.num_rows, canvas.num_columns
     across, down = (2, 4) if glyphs.braille else (1, 3)
     least, greatest = decimate(curve.x, _scaled(curve.y, axes.log), axes.low, axes.high, width * across)
     num_dots = height * down
@@ -281,13 +273,13 @@ def _draw_line(
     else:
         bits = np.einsum("hdw,d->hw", cells[..., 0].astype(np.int64), np.array([1, 2, 4]))
         result = _ASCII_DOTS[bits]
-    mask = bits > 0
+    mask, codes = bits > 0, canvas.chars.view(np.uint32)
     if glyphs.braille:
         # A thin line below shows through; a band gives way, so that the line over it can be followed.
         below = np.where((codes >= 0x2800) & (codes <= 0x28FF), codes - 0x2800, 0)
         result = np.where(_NUM_DOTS[below] <= _THIN_DOTS, result | below, result)
     codes[mask] = result[mask]
-    tokens[mask] = token
+    canvas.tokens[mask] = curve.token
 
 
 def _bounds(x: Floats, low: float, high: float, columns: int) -> NDArray[np.int64]:
@@ -297,10 +289,8 @@ def _bounds(x: Floats, low: float, high: float, columns: int) -> NDArray[np.int6
     return bounds
 
 
-def _draw_points(
-    codes: NDArray[np.uint32], tokens: NDArray[np.int16], curve: Curve, axes: Axes, glyphs: Glyphs, token: int
-) -> None:
-    height, width = codes.shape
+def _draw_points(canvas: Canvas, curve: Curve, axes: Axes, glyphs: Glyphs) -> None:
+    height, width = canvas.num_rows, canvas.num_columns
     values = _scaled(curve.y, axes.log)
     seen = np.isfinite(values) & (curve.x >= axes.low) & (curve.x <= axes.high)
     column = ((curve.x[seen] - axes.low) / (axes.high - axes.low) * width).astype(int).clip(0, width - 1)
@@ -308,20 +298,8 @@ def _draw_points(
     num_dots = height * (4 if glyphs.braille else 3)
     dot = np.rint((axes.top - values[seen]) / (axes.top - axes.bottom) * (num_dots - 1)).clip(0, num_dots - 1)
     row = (dot // (num_dots // height)).astype(int)
-    codes[row, column] = ord(curve.mark or glyphs.diamond)
-    tokens[row, column] = token
-
-
-def _name(token: str, names: list[str]) -> int:
-    if token not in names:
-        names.append(token)
-    return names.index(token)
-
-
-def _row(codes: NDArray[np.uint32], tokens: NDArray[np.int16], names: list[str]) -> Row:
-    text = codes.astype("<u4").tobytes().decode("utf-32-le")
-    edges = [0, *(np.flatnonzero(tokens[1:] != tokens[:-1]) + 1).tolist(), len(text)]
-    return [(text[a:b], names[tokens[a]]) for a, b in itertools.pairwise(edges)]
+    canvas.chars[row, column] = curve.mark or glyphs.diamond
+    canvas.tokens[row, column] = curve.token
 
 
 def _nothing(width: int, height: int, glyphs: Glyphs) -> list[Row]:

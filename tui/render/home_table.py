@@ -128,11 +128,7 @@ def _texts(texts: Sequence[str], token: str = "text") -> list[Row]:
 
 
 def recipes_table(
-    recipes: Sequence[RecipeEntry],
-    fits: Mapping[Path, Fit | None],
-    planning: set[Path],
-    width: int,
-    glyphs: Glyphs,
+    recipes: Sequence[RecipeEntry], fits: Mapping[Path, Fit | None], planning: set[Path], width: int, glyphs: Glyphs
 ) -> Table:
     """A row a recipe: its model's size, its context, whether it fits this machine, what it is.
 

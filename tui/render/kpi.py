@@ -32,8 +32,6 @@ _NAME_CELLS = 12
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of the line."""
-
     text: str
     short: str = ""
     """What remains of it where room is scarce; the same text by default."""
@@ -42,7 +40,6 @@ class Figure:
 
     @property
     def head(self) -> str:
-        """What stands before it."""
         return f"{self.label} " if self.label else ""
 
 

@@ -1,4 +1,4 @@
-"""Cells of a lane: ops as boxes with their names, and the parts of a step, as a band and as letters."""
+"""Cells, and what a lane's show: ops as boxes with their names, and the parts of a step, as a band and as letters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TALL_ROWS = 3
 
 
 class Canvas:
-    """A lane's cells: characters and tokens."""
+    """Rows of cells: characters and tokens."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self.num_rows, self.num_columns = rows, columns
@@ -47,14 +47,7 @@ class Canvas:
         return [(text[a:b], tokens[a]) for a, b in itertools.pairwise(borders)]
 
 
-def draw_boxes(
-    canvas: Canvas,
-    view: SpanView,
-    rows: Ints,
-    edges: Floats,
-    lane: str,
-    glyphs: Glyphs,
-) -> None:
+def draw_boxes(canvas: Canvas, view: SpanView, rows: Ints, edges: Floats, lane: str, glyphs: Glyphs) -> None:
     """Names in the whole cells of ops that are wide enough and alone there, or in tracks where there is room."""
     cell_s = edges[1] - edges[0]
     wide = view.end_s[rows] - view.start_s[rows] >= BOX_CELLS * cell_s
@@ -79,7 +72,7 @@ def draw_boxes(
         name = box_name(view, int(rows[i]), b - a - 1, glyphs.ellipsis)
         canvas.write(top + (bottom - top - 1) // 2, a, ("▏" if glyphs.braille else "|") + name, style)
     if depth > 1:
-        _clear_between_tracks(canvas, tracks, first, last, each, edges)
+        _clear_between_tracks(canvas, tracks, first, last, each)
 
 
 def draw_outline(canvas: Canvas, critical: NDArray[np.bool_], lane: str, glyphs: Glyphs) -> None:
@@ -97,14 +90,7 @@ def draw_outline(canvas: Canvas, critical: NDArray[np.bool_], lane: str, glyphs:
             tokens[cell] += " line"
 
 
-def _clear_between_tracks(
-    canvas: Canvas,
-    tracks: Ints,
-    first: Ints,
-    last: Ints,
-    each: int,
-    edges: Floats,
-) -> None:
+def _clear_between_tracks(canvas: Canvas, tracks: Ints, first: Ints, last: Ints, each: int) -> None:
     """Where ops lie in tracks, a track that holds nothing is empty, though the lane is busy there."""
     covered = np.zeros((canvas.num_rows, canvas.num_columns), bool)
     touched = np.zeros(canvas.num_columns, bool)

@@ -39,8 +39,6 @@ def op_name(op: Span | UnderWay) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneScene:
-    """All that a frame shows."""
-
     view: SpanView
     start_s: float
     end_s: float
@@ -86,7 +84,6 @@ class Layout:
     info_row: bool
 
     def lane_at(self, y: int) -> str | None:
-        """The lane that row `y` belongs to."""
         end = self.title_row + self.band_row
         for lane, bar_rows in zip(self.lanes, self.bar_rows, strict=True):
             begin, end = end, end + bar_rows + self.predicted_row
@@ -238,7 +235,7 @@ def _critical_cells(scene: LaneScene, lane: str, edges: Floats, coverage: Floats
 
 
 def _draw_marks(canvas: Canvas, scene: LaneScene, edges: Floats, glyphs: Glyphs) -> None:
-    cells = {cell: "axis" for cell in _borders(scene, edges)}
+    cells = dict.fromkeys(_borders(scene, edges), "axis")
     if scene.cursor_s is not None and edges[0] <= scene.cursor_s < edges[-1]:
         cells[_cell(scene.cursor_s, edges)] = "accent"
     for cell, token in cells.items():
@@ -311,12 +308,7 @@ def _predicted_row(grid: Layout, forecast: _Forecast, edges: Floats, glyphs: Gly
 
 
 def _margin(
-    grid: Layout,
-    scene: LaneScene,
-    share: float,
-    num_bytes: int,
-    forecast: _Forecast | None,
-    known_s: float,
+    grid: Layout, scene: LaneScene, share: float, num_bytes: int, forecast: _Forecast | None, known_s: float
 ) -> list[Row]:
     row: Row = [(f" {share:4.0%}", "bold" if share >= 0.5 else "text")]
     if forecast is not None and not grid.predicted_row and grid.share_cells >= 11:

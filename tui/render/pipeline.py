@@ -169,7 +169,7 @@ def _box(node: Node, name: str, width: int, height: int, glyphs: Glyphs) -> list
     share = tier.share if tier else None
     percent = "" if share is None else f" {share:4.0%}"
     figures = "no plan yet" if tier is None else tier_text(tier)
-    holds = _listed("stores ", node.holds, inner, glyphs)
+    holds = _stored(node.holds, inner, glyphs)
     doing: Row = [(node.doing, f"{token} bold")]
     content: list[Row] = [
         [*_fill(node, inner - len(percent), glyphs), (percent, "bold")],
@@ -189,11 +189,11 @@ def _box(node: Node, name: str, width: int, height: int, glyphs: Glyphs) -> list
     ]
 
 
-def _listed(prefix: str, names: Sequence[str], width: int, glyphs: Glyphs) -> str:
+def _stored(names: Sequence[str], width: int, glyphs: Glyphs) -> str:
     if not names:
         return ""
     full, short = (", ".join(names), ", ".join(_SHORT.get(name, name) for name in names))
-    result = [text for text in (prefix + full, prefix + short, full, short) if len(text) <= width]
+    result = [text for text in (f"stores {full}", f"stores {short}", full, short) if len(text) <= width]
     return result[0] if result else fit(short, width, glyphs.ellipsis)
 
 

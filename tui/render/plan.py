@@ -152,8 +152,7 @@ def detail_rows(state: FitState, chosen: Cell | None, width: int, glyphs: Glyphs
     else:
         page.wrapped(f"does not fit: {refusal_text(cell)}", "bad")
         page.wrapped(
-            changes_text(cell) or "its shortest context that does not fit lists changes that would help",
-            "text",
+            changes_text(cell) or "its shortest context that does not fit lists changes that would help", "text"
         )
         page.wrapped(cell["message"], "dim")
     if state.question is not None:

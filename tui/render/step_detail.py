@@ -21,10 +21,7 @@ def span_row(view: SpanView, row: int) -> Row:
     """All that is known about an op, in one row: the most important first."""
     span = view.span(row)
     length_s = span.end_s - span.start_s
-    pieces: Row = [
-        (op_name(span), f"{lane_token(span.lane)} bold"),
-        (f"  {seconds_text(length_s)}", "bold"),
-    ]
+    pieces: Row = [(op_name(span), f"{lane_token(span.lane)} bold"), (f"  {seconds_text(length_s)}", "bold")]
     if span.bytes:
         rate = f"  {rate_text(span.bytes / length_s)}" if length_s > 0 else ""
         pieces.append((f"  {bytes_text(span.bytes)}{rate}", "text"))
@@ -77,7 +74,6 @@ _OUTLINE_ROWS = 4
 
 
 def path_row(view: SpanView, analysis: StepAnalysis) -> Row:
-    """The critical path's seconds by lane, longest first."""
     row: Row = [("critical path ", "critical")]
     for lane, seconds in analysis.path_by_lane(view).items():
         row += [

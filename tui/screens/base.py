@@ -65,7 +65,6 @@ class PenstockScreen(Screen[None]):
 
     @property
     def penstock(self) -> Host:
-        """The application."""
         return host_of(self)
 
     def action_screen(self, name: str) -> None:
@@ -124,6 +123,7 @@ class PenstockScreen(Screen[None]):
 
     def save_and_configure(self, recipe: Recipe, stem: str) -> None:
         """Save a recipe as recipes/STEM.json, or under the next number that is free, and open it."""
+        stem = stem.replace("-", "_").replace(".", "_")
         for number in range(1, 1000):
             path = self.penstock.target(f"recipes/{stem}{'' if number == 1 else f'_{number}'}.json")
             if path is None:

@@ -72,8 +72,7 @@ class CompareScreen(PenstockScreen):
         self.start_feed(self._poll, self._take, every_s=0.5)
         if self._left_out:
             self.notify(
-                f"only {MOST_RUNS} runs are compared; {self._left_out} marked ones are left out",
-                severity="warning",
+                f"only {MOST_RUNS} runs are compared; {self._left_out} marked ones are left out", severity="warning"
             )
 
     def _poll(self) -> bool:

@@ -83,7 +83,7 @@ class ConfigureScreen(PenstockScreen):
             yield Static(f"This recipe cannot be read.\n\n{self._broken}\n\nesc goes back.", id="broken", markup=False)
         else:
             with _Panes():
-                yield Form(self.draft, self._changed, id="form", classes="pane")
+                yield Form(self.draft, self._changed)
                 yield PlanPanel(id="plan", classes="pane")
             yield Drawn(self._summary_rows, id="summary")
             yield Static(id="launching", markup=False)
@@ -146,7 +146,7 @@ class ConfigureScreen(PenstockScreen):
         result = {} if field is None or error is None else {field: error.removeprefix(f"{field}: ")}
         if result != self.form.planner_errors:
             self.form.planner_errors = result
-            self.form.update_rows()
+            self.form.fields.redraw()
 
     def _show_home(self, state: PlanState) -> None:
         """A plan of the unchanged recipe for this machine is what Home says of it."""
@@ -170,8 +170,8 @@ class ConfigureScreen(PenstockScreen):
         return True
 
     def action_edit(self) -> None:
-        if kind_of(self.form.current.key) == "text":
-            self.form.current.begin_edit()
+        if kind_of(self.form.current) == "text":
+            self.form.fields.begin_edit()
         else:
             self.form.cycle(1)
 
@@ -186,7 +186,7 @@ class ConfigureScreen(PenstockScreen):
         changed = len(self.draft.differences)
         if changed and await self.penstock.ask("Reset all", f"Undo {changed} changed fields?", "Undo", "Keep"):
             self.draft.reset_all()
-            self.form.update_rows()
+            self.form.fields.redraw()
             self._changed()
 
     def action_filter(self) -> None:
@@ -198,7 +198,7 @@ class ConfigureScreen(PenstockScreen):
 
     @work
     async def action_browse(self) -> None:
-        key = self.form.current.key
+        key = self.form.current
         if key not in PATHS:
             self.notify(f"{key} is not a path; o browses for {', '.join(PATHS)}")
             return
@@ -242,7 +242,7 @@ class ConfigureScreen(PenstockScreen):
             self.notify(str(error), severity="error")
             return
         self.form.go(settings[0].partition("=")[0].strip())
-        self.form.update_rows()
+        self.form.fields.redraw()
         self._changed()
         self.notify(f"applied {', '.join(settings)}")
 
@@ -374,7 +374,6 @@ class ConfigureScreen(PenstockScreen):
         self.penstock.open("run", run_path)
 
     async def action_back(self) -> None:
-        """Out of the filter, out of the plan, out of the screen."""
         if not self._broken and self.form.is_filtered:
             self.form.end_filter()
         elif not self._broken and self.query_one(PlanPanel).has_focus:

@@ -53,8 +53,6 @@ class Paths(Suggester):
 
 
 class _Found(ScrolledLines):
-    """What is known."""
-
     def page(self, width: int) -> list[Row]:
         screen = self.screen
         assert isinstance(screen, FinetuneScreen)
@@ -154,9 +152,6 @@ class FinetuneScreen(PenstockScreen):
             entry.focus()
 
     def action_configure(self) -> None:
-        """Save the recipe under a name that is free, and open it."""
-        report = self.client.state.report
-        if report is None:
-            return
-        recipe = from_dict(report["recipe"])
-        self.save_and_configure(recipe, recipe.name.replace("-", "_").replace(".", "_"))
+        if (report := self.client.state.report) is not None:
+            recipe = from_dict(report["recipe"])
+            self.save_and_configure(recipe, recipe.name)

@@ -89,5 +89,4 @@ class FitScreen(PenstockScreen):
             self.notify("this context is not planned yet", severity="warning")
             return
         recipe = from_dict(cell["recipe"])
-        name = "-".join(filter(None, [recipe.name, Path(self.machine).stem]))
-        self.save_and_configure(recipe, name.replace(".", "_").replace("-", "_"))
+        self.save_and_configure(recipe, "-".join(filter(None, [recipe.name, Path(self.machine).stem])))

@@ -9,8 +9,6 @@ from penstock.tui.widgets.loss_chart import LossChart
 
 
 class LaneKeys:
-    """The actions of a screen that has a LaneView."""
-
     lane_view: LaneView
 
     def zoomed(self) -> LaneView | LossChart:

@@ -13,6 +13,7 @@ from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical
+from textual.notifications import SeverityLevel
 from textual.widgets import Input
 
 from penstock.app.runs.checkpoints import STEP_MARK, export_folder
@@ -34,8 +35,6 @@ from penstock.tui.widgets.pages import LogPane, SamplesPane
 
 
 class Size(NamedTuple):
-    """The terminal's size, in cells."""
-
     width: int
     height: int
 
@@ -128,8 +127,6 @@ _asking = work(group="actions", exit_on_error=False)
 
 
 class RunScreen(LaneKeys, PenstockScreen):
-    """Panes of one run; see PANES."""
-
     SCOPE = "run"
     data: RunData
     DEFAULT_CSS = """
@@ -157,7 +154,7 @@ class RunScreen(LaneKeys, PenstockScreen):
     def compose(self) -> ComposeResult:
         yield KpiBar(self.data, id="kpi")
         yield AlertBar(self.data, id="alerts")
-        yield PipelineBar(self.data, id="pipeline")
+        yield PipelineBar(self.data)
         with Container(id="body"):
             with Vertical(id="main"):
                 yield from self._made(side=False)
@@ -420,29 +417,30 @@ class RunScreen(LaneKeys, PenstockScreen):
     async def _command(self, args: list[str]) -> None:
         await self._in_thread(_command, args, self.penstock.root)
 
-    async def _in_thread(self, function: Callable[..., tuple[bool, str]], *arguments: Any) -> None:
-        fine, text = await asyncio.to_thread(function, *arguments)
+    async def _in_thread(self, function: Callable[..., str], *arguments: Any) -> None:
+        """Call what returns what it has to say, or raises."""
+        severity: SeverityLevel = "information"
+        try:
+            text = await asyncio.to_thread(function, *arguments)
+        except (UserError, OSError, ValueError) as error:  # ValueError: a NUL in a name
+            text, severity = str(error), "error"
         if text:
-            self.notify(text, severity="information" if fine else "error", timeout=6 if fine else 20, markup=False)
+            self.notify(text, severity=severity, timeout=20 if severity == "error" else 6)
 
 
-def _command(args: list[str], root: Path) -> tuple[bool, str]:
-    """Run a command of the command line; whether it went well, and what it said at its end."""
+def _command(args: list[str], root: Path) -> str:
+    """Run a command of the command line; the end of what it said. Raises UserError where it failed."""
     from penstock.app.launch.launcher import command
 
-    try:
-        result = command(args, root)
-    except (UserError, OSError, ValueError) as error:  # ValueError: a NUL in a name
-        return False, str(error)
-    lines = [line for line in result.output.strip().splitlines() if line.strip()]
-    return result.code == 0, "\n".join(lines[-4:])
+    result = command(args, root)
+    said = "\n".join([line for line in result.output.strip().splitlines() if line.strip()][-4:])
+    if result.code != 0:
+        raise UserError(said)
+    return said
 
 
-def _resume(path: Path) -> tuple[bool, str]:
+def _resume(path: Path) -> str:
     from penstock.app.launch.launcher import resume
 
-    try:
-        resume(path)
-    except (UserError, OSError) as error:
-        return False, str(error)
-    return True, "the run continues in a process of its own"
+    resume(path)
+    return "the run continues in a process of its own"

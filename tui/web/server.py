@@ -61,11 +61,7 @@ class WebServer:
         app = web.Application(middlewares=[self._let_in])
         app.on_response_prepare.append(_secure)
         app.add_routes(
-            [
-                web.get("/", self._index),
-                web.get("/ws", self._websocket),
-                web.get("/static/{name}", self._static),
-            ]
+            [web.get("/", self._index), web.get("/ws", self._websocket), web.get("/static/{name}", self._static)]
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()

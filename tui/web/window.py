@@ -93,7 +93,6 @@ class Window:
         log.debug("%s: closed", self.name)
 
     async def close(self, why: str) -> None:
-        """Close the websocket, which ends the window."""
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._socket.close(code=1001, message=why.encode()), _CLOSE_S)
 

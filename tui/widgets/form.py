@@ -8,23 +8,17 @@ from collections.abc import Callable
 from typing import cast
 
 from rich.cells import cell_len, set_cell_size
-from rich.style import Style
-from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
-from textual.geometry import Size
-from textual.reactive import reactive
-from textual.widget import Widget
-from textual.widgets import Input, Static
+from textual.geometry import Region, Size
+from textual.widgets import Input
 
-from penstock.app.console.rows import Glyphs, Row
-from penstock.tui.data.draft import PATHS, Draft, Kind, choices_of, field_table, kind_of, may_be_none
+from penstock.app.console.rows import Glyphs, Page, Row, exactly
+from penstock.tui.data.draft import PATHS, Draft, choices_of, field_table, kind_of, may_be_none
 from penstock.tui.data.recipes import matches
-from penstock.tui.host import host_of
-from penstock.tui.theme import style, styled
-from penstock.tui.widgets.lines import row_bindings
+from penstock.tui.widgets.lines import Drawn, LineWidget, row_bindings
 
 MARK_CELLS = 2
 NAME_CELLS = 26
@@ -46,131 +40,99 @@ def section_of(key: str) -> str:
 
 
 class ValueInput(Input):
-    """The text of the row that is being edited."""
-
     BINDINGS = [Binding("escape", "undo", "Undo", show=False)]
 
     def action_undo(self) -> None:
-        cast(FieldRow, self.parent).end_edit(undo=True)
+        cast(Fields, self.parent).end_edit(undo=True)
 
 
-class FieldRow(Widget):
-    """One field. A text is edited in an input that is mounted for as long as one types.
+class Fields(LineWidget):
+    """The rows. A text is edited in an input that stands over its row for as long as one types."""
 
-    The focus stays with the list of rows: moving it from row to row would style the whole form again for each key.
-    """
+    entry: ValueInput | None = None
+    _before = _typed = ""
+    """What the field said when editing began, and what was last typed."""
+    _lines: tuple[int, list[tuple[str, Row]]] | None = None
+    """For a width."""
 
-    is_current = reactive(False)
-
-    def __init__(self, form: Form, key: str) -> None:
-        super().__init__(classes="field")
-        self._form, self.key = form, key
-        self.kind: Kind = kind_of(key)
-        self._shown: tuple[str, str, bool, str] = ("", "", False, "")
-        self._before = self._typed = ""
-        self._undone = False
-
-    @property
-    def value(self) -> str:
-        return self._shown[0]
-
-    @property
-    def error(self) -> str:
-        return self._shown[3]
-
-    @property
-    def is_editing(self) -> bool:
-        return bool(self.children)
-
-    def show(self, text: str, base: str, changed: bool, error: str) -> bool:
-        """What the draft says of the field; whether its height may be another."""
-        if (shown := (text, base, changed, error)) == self._shown:
-            return False
-        error_was, self._shown = self.error, shown
-        self.set_class(bool(error), "-wrong")
-        self.refresh(layout=error != error_was)
-        return error != error_was
-
-    def get_content_width(self, container: Size, viewport: Size) -> int:
-        return container.width
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self._form = form
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """Textual's hook: a line, and those of the message."""
-        return 1 + len(self._message(width))
+        return len(self.lines(width))
 
-    def _message(self, width: int) -> list[str]:
-        return textwrap.wrap(self.error, max(20, width - MARK_CELLS - 2)) if self.error else []
+    def rows(self, width: int, height: int) -> list[Row]:
+        return [row for _, row in self.lines(width)]
 
-    def render(self) -> Text:
-        glyphs = host_of(self).glyphs
-        dark = self.app.current_theme.dark
-        text, base, changed, error = self._shown
+    def lines(self, width: int) -> list[tuple[str, Row]]:
+        """Each row, and what it is of: a field, by its key, or the title of a section, by `#` and its name."""
+        if self._lines is not None and self._lines[0] == width:
+            return self._lines[1]
+        form, result = self._form, list[tuple[str, Row]]()
+        changes = Counter(section_of(item.key) for item in form.draft.differences)
+        section = ""
+        for key in form.shown:
+            if section_of(key) != section:
+                section = section_of(key)
+                changed = f"  {changes[section]} changed" if changes[section] else ""
+                title = [(section, "title"), (f"  {SECTIONS[section]}", "dim"), (changed, "warn")]
+                result += [("", [])] if section != next(iter(SECTIONS)) else []
+                result.append((f"#{section}", exactly(title, width)))
+            rows = _field_rows(form, key, width, self.glyphs)
+            if key == form.current:
+                rows = [[(text, f"{token} chosen") for text, token in row] for row in rows]
+            result += [(key, row) for row in rows]
+        self._lines = width, result
+        return result
+
+    def region_of(self, owner: str) -> Region:
+        """Where the rows of a field or a title are; empty where the filter hides them."""
         width = self.size.width
-        mark = (glyphs.cross, "bad") if error else (glyphs.diamond, "warn") if changed else (" ", "text")
-        name = (self.key.rpartition(".")[2], "bad" if error else "bold" if changed or self.is_current else "text")
-        parts = [(f"{mark[0]} ", mark[1]), (set_cell_size(name[0], NAME_CELLS), name[1])]
-        available = max(4, width - MARK_CELLS - NAME_CELLS)
-        parts += self._value(text, available, glyphs)
-        was = f"  was {base or 'none'}"
-        if changed and cell_len(was) <= available - sum(cell_len(part) for part, _ in parts[2:]):
-            parts.append((was, "dim"))
-        line = styled(parts, dark, no_wrap=True, overflow="ellipsis")
-        for message in self._message(width):
-            line.append("\n" + set_cell_size(" " * MARK_CELLS + message, width), style("bad", dark))
-        if self.is_current:
-            if not error:
-                line.pad_right(max(0, width - line.cell_len))
-            line.stylize(Style(bgcolor=style("selected", dark).bgcolor))
-        return line
+        places = [y for y, (of, _) in enumerate(self.lines(width)) if of == owner]
+        return Region(0, places[0], width, len(places)) if places else Region()
 
-    def _value(self, text: str, available: int, glyphs: Glyphs) -> Row:
-        """The value in at most `available` cells; of a choice that has the focus, what else it may be."""
-        token = "bad" if self.error else "text"
-        on, off = (glyphs.dot, "○") if glyphs.braille else ("*", "-")
-        if self.kind == "switch":
-            is_on = text == "true"
-            return [(f"{on if is_on else off} ", "good" if is_on else "dim"), ("on" if is_on else "off", token)]
-        choices = choices_of(self.key) if self.kind == "choice" and self.is_current else ()
-        if choices and sum(len(choice) + 4 for choice in choices) - 2 <= available:
-            parts: Row = []
-            for choice in choices:
-                mine = choice == text
-                parts += [(f"{on if mine else off} ", "accent" if mine else "dim")]
-                parts += [(choice, "bold" if mine else "dim"), ("  ", "text")]
-            return parts[:-1]
-        if not text and self.kind == "text":
-            return [("none", "dim")]
-        return [(set_cell_size(text, available - 1) + glyphs.ellipsis if cell_len(text) > available else text, token)]
+    def redraw(self) -> None:
+        super().redraw()
+        self._lines = None
+        if self.entry is not None:
+            self.entry.styles.offset = (0, self.region_of(self._form.current).y)
+        if len(self.lines(self.size.width)) != self.size.height:
+            self.refresh(layout=True)
+            self._form.keep_in_view()
 
     def begin_edit(self) -> None:
-        """Mount the input with the field's text."""
-        if self.kind != "text" or self.is_editing:
+        """Mount the input with the current field's text."""
+        key = self._form.current
+        if kind_of(key) != "text" or self.entry is not None:
             return
-        self._before = self._typed = self.value
-        self._undone = False
-        placeholder = "none" if may_be_none(self.key) else ""
-        entry = ValueInput(self.value, placeholder=placeholder, compact=True, select_on_focus=True)
-        self.mount(entry)
-        entry.focus()
+        self._before = self._typed = self._form.draft.text(key)
+        placeholder = "none" if may_be_none(key) else ""
+        self.entry = ValueInput(self._before, placeholder=placeholder, compact=True, select_on_focus=True)
+        self.mount(self.entry)
+        self.redraw()
+        self.entry.focus(scroll_visible=False)
 
     def end_edit(self, *, undo: bool = False) -> None:
         """Take the input away; what was typed stands unless it is undone."""
-        if not self.is_editing:
+        if (entry := self.entry) is None:
             return
-        if undo:
-            self._undone = True
-            self._form.set_text(self.key, self._before)
-        entry = self.children[0]
+        self.entry = None
+        self._take(self._before if undo else entry.value)
         had_focus = entry.has_focus
         entry.remove()
-        if had_focus and isinstance(self.parent, FieldList):
-            self.parent.focus(scroll_visible=False)
+        if had_focus:
+            self._form.focus_fields()
+
+    def _take(self, text: str) -> None:
+        if text != self._typed:
+            self._typed = text
+            self._form.set_text(self._form.current, text)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
-        if event.value != self._typed and not self._undone:  # what is shown may lag behind fast typing
-            self._typed = event.value
-            self._form.set_text(self.key, event.value)
+        if event.input is self.entry:
+            self._take(self.entry.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
@@ -182,15 +144,57 @@ class FieldRow(Widget):
             self.end_edit()
 
     def on_click(self, event: events.Click) -> None:
-        """Textual's hook: the first click takes the focus, a double click edits."""
-        if self is not self._form.current:
-            self._form.go(self.key)
-        if event.chain == 2:
-            self.begin_edit()
+        """Textual's hook: the first click moves the cursor, a double click edits."""
+        lines, y = self.lines(self.size.width), event.screen_y - self.region.y
+        key = lines[y][0] if 0 <= y < len(lines) else ""
+        if key in field_table():
+            if key != self._form.current:
+                self._form.go(key)
+            if event.chain == 2:
+                self.begin_edit()
+
+
+def _field_rows(form: Form, key: str, width: int, glyphs: Glyphs) -> list[Row]:
+    """A field's row: name, value and what the value was; and the lines of what is wrong with it."""
+    draft, error = form.draft, form.errors.get(key, "")
+    changed, is_current = draft.is_changed(key), key == form.current
+    available = max(4, width - MARK_CELLS - NAME_CELLS)
+    mark = (glyphs.cross, "bad") if error else (glyphs.diamond, "warn") if changed else (" ", "text")
+    name = set_cell_size(key.rpartition(".")[2], NAME_CELLS)
+    row: Row = [(f"{mark[0]} ", mark[1]), (name, "bad" if error else "bold" if changed or is_current else "text")]
+    value = _value(key, draft.text(key), available, glyphs, is_current=is_current, token="bad" if error else "text")
+    was = f"  was {draft.base_text(key) or 'none'}"
+    if changed and cell_len(was) <= available - sum(cell_len(text) for text, _ in value):
+        value.append((was, "dim"))
+    messages = textwrap.wrap(error, max(20, width - MARK_CELLS - 2))
+    return [
+        exactly([*row, *value], width, glyphs.ellipsis),
+        *(exactly([(" " * MARK_CELLS + message, "bad")], width) for message in messages),
+    ]
+
+
+def _value(key: str, text: str, available: int, glyphs: Glyphs, *, is_current: bool, token: str) -> Row:
+    """The value in at most `available` cells; of a choice that has the cursor, what else it may be."""
+    kind = kind_of(key)
+    on, off = (glyphs.dot, "○") if glyphs.braille else ("*", "-")
+    if kind == "switch":
+        is_on = text == "true"
+        return [(f"{on if is_on else off} ", "good" if is_on else "dim"), ("on" if is_on else "off", token)]
+    choices = choices_of(key) if kind == "choice" and is_current else ()
+    if choices and sum(len(choice) + 4 for choice in choices) - 2 <= available:
+        parts: Row = []
+        for choice in choices:
+            mine = choice == text
+            parts += [(f"{on if mine else off} ", "accent" if mine else "dim")]
+            parts += [(choice, "bold" if mine else "dim"), ("  ", "text")]
+        return parts[:-1]
+    if not text and kind == "text":
+        return [("none", "dim")]
+    return [(set_cell_size(text, available - 1) + glyphs.ellipsis if cell_len(text) > available else text, token)]
 
 
 class FieldList(VerticalScroll, can_focus=True):
-    """The rows, and the cursor among them."""
+    """What scrolls the rows, and has the focus for the cursor among them."""
 
     BINDINGS = [*row_bindings("move")]
 
@@ -203,17 +207,15 @@ class FieldList(VerticalScroll, can_focus=True):
 
 
 class Form(Vertical):
-    """All fields of a draft, in parts, with a filter above and the focused field's help below."""
+    """All fields of a draft, in parts, with a filter above and the current field's help below."""
 
     DEFAULT_CSS = f"""
     Form #fields {{ height: 1fr; scrollbar-size-vertical: 1; }}
     Form #filter {{ display: none; height: 1; margin-bottom: 1; }}
     Form #filter.-shown {{ display: block; }}
-    Form #hint {{ height: 5; border-top: solid $border; color: $text-muted; padding: 0 1; }}
-    Form .section {{ height: 1; margin-top: 1; }}
-    Form .section.-first {{ margin-top: 0; }}
-    Form FieldRow {{ height: auto; }}
-    Form FieldRow ValueInput {{
+    Form #hint {{ height: 5; border-top: solid $border; padding: 0 1; }}
+    Form Fields {{ height: auto; }}
+    Form ValueInput {{
         margin-left: {MARK_CELLS + NAME_CELLS}; width: 1fr; height: 1; border: none; padding: 0;
         background: $primary 25%;
     }}
@@ -224,131 +226,91 @@ class Form(Vertical):
     SCOPED_CSS = False
     """The rules ask for classes of the screen and of the application."""
 
-    def __init__(
-        self, draft: Draft, changed: Callable[[], None], *, id: str | None = None, classes: str | None = None
-    ) -> None:
+    def __init__(self, draft: Draft, changed: Callable[[], None]) -> None:
         """`changed` is called when the draft is another."""
-        super().__init__(id=id, classes=classes)
+        super().__init__(id="form", classes="pane")
         self.draft, self._changed = draft, changed
         self.planner_errors: dict[str, str] = {}
         """What the planner found wrong with single fields."""
-        self.rows = {key: FieldRow(self, key) for key in field_table()}
-        self.sections = list(dict.fromkeys(map(section_of, self.rows)))
+        self.shown = list(field_table())
+        """Keys of the fields that the filter leaves."""
+        self.current = self.shown[0]
+        self.fields = Fields(self)
         self._words = ""
-        self._current = next(iter(self.rows))
 
     def compose(self) -> ComposeResult:
         yield Input(placeholder="filter by name or help", id="filter", compact=True)
         with FieldList(id="fields"):
-            for section in self.sections:
-                first = " -first" * (section == self.sections[0])
-                yield Static(" ", id=f"section-{section}", classes=f"section{first}")
-                yield from self._rows_of(section)
-        yield Static(id="hint", markup=False)
+            yield self.fields
+        yield Drawn(self._hint, id="hint")
 
     def on_mount(self) -> None:
-        self.update_rows()
-        self.current.is_current = True
-        self.query_one(FieldList).focus()
-        self.app.theme_changed_signal.subscribe(self, self._on_theme)
-
-    def _on_theme(self, theme: object) -> None:
-        for row in self.rows.values():
-            row.refresh()
-        self.update_rows()
-
-    def _rows_of(self, section: str) -> list[FieldRow]:
-        return [row for key, row in self.rows.items() if section_of(key) == section]
+        self.focus_fields()
 
     @property
-    def current(self) -> FieldRow:
-        return self.rows[self._current]
+    def errors(self) -> dict[str, str]:
+        return self.planner_errors | self.draft.errors
 
-    def update_rows(self) -> None:
-        """Show the draft; only rows that say something else are drawn again."""
-        errors, moved = self.planner_errors | self.draft.errors, False
-        for key, row in self.rows.items():
-            text, base, changed = self.draft.text(key), self.draft.base_text(key), self.draft.is_changed(key)
-            moved |= row.show(text, base, changed, errors.get(key, ""))
-        if moved:
-            self.keep_in_view()
-        changes = Counter(section_of(item.key) for item in self.draft.differences)
-        dark = self.app.current_theme.dark
-        for section in self.sections:
-            changed_text = f"  {changes[section]} changed" if changes[section] else ""
-            parts = [(section, "title"), (f"  {SECTIONS[section]}", "dim"), (changed_text, "warn")]
-            self.query_one(f"#section-{section}", Static).update(styled(parts, dark), layout=False)
-        self._hint()
-
-    def _hint(self) -> None:
-        key = self._current
-        item, dark = field_table()[key], self.app.current_theme.dark
+    def _hint(self, width: int, height: int, glyphs: Glyphs) -> list[Row]:
+        page, key = Page(width, glyphs), self.current
         keys = {"text": "enter edits", "choice": "left, right choose", "switch": "space switches"}[kind_of(key)]
         keys += ", o browses" if key in PATHS else ""
-        line = styled([(key, "title"), (f"  {keys}", "accent"), (f"\n{item.help}", "text")], dark)
-        self.query_one("#hint", Static).update(line, layout=False)
-
-    def _visible(self) -> list[FieldRow]:
-        return [row for row in self.rows.values() if row.display]
+        page.line([(key, "title"), (f"  {keys}", "accent")])
+        page.wrapped(field_table()[key].help, "text")
+        return page.rows
 
     def move(self, by: int) -> None:
-        shown = self._visible()
-        if shown:
-            index = shown.index(self.current) if self.current in shown else 0
-            self.go(shown[max(0, min(len(shown) - 1, index + by))].key)
+        if self.shown:
+            index = self.shown.index(self.current) if self.current in self.shown else 0
+            self.go(self.shown[max(0, min(len(self.shown) - 1, index + by))])
 
     def move_section(self, by: int) -> None:
         """To the first shown field of the next or previous part."""
-        shown = {section_of(row.key): row.key for row in reversed(self._visible())}
-        sections = [section for section in self.sections if section in shown]
+        first = {section_of(key): key for key in reversed(self.shown)}
+        sections = [section for section in SECTIONS if section in first]
         if sections:
-            here = section_of(self._current)
+            here = section_of(self.current)
             index = sections.index(here) if here in sections else 0
-            self.go(shown[sections[(index + by) % len(sections)]], top=True)
+            self.go(first[sections[(index + by) % len(sections)]], top=True)
 
     def go(self, key: str, *, top: bool = False) -> None:
         """The cursor to a field; `top` brings its part's title to the top."""
-        self.current.end_edit()
-        self.current.is_current = False
-        self._current = key
-        row, fields = self.current, self.query_one(FieldList)
-        row.is_current = True
-        section = section_of(key)
-        title = self.query_one(f"#section-{section}")
-        if top:
-            fields.scroll_to_widget(title, top=True, animate=False)
-        else:
-            fields.scroll_to_widget(title if row is self._rows_of(section)[0] else row, animate=False)
-            fields.scroll_to_widget(row, animate=False)
-        self._hint()
+        self.fields.end_edit()
+        self.current = key
+        self.fields.redraw()
+        self.query_one("#hint", Drawn).redraw()
+        row, title = (self.fields.region_of(owner) for owner in (key, f"#{section_of(key)}"))
+        places = [title] if top else [title, row] if row.y == title.bottom else [row]
+        for place in places:
+            self.query_one(FieldList).scroll_to_region(place, top=top, animate=False)
 
     def keep_in_view(self) -> None:
         """The list has another size, or rows above have: the cursor's row is still seen, once all is laid out."""
         self.call_after_refresh(self._scroll_to_current)
 
     def _scroll_to_current(self) -> None:
-        if self.is_mounted and self.current.display:
-            self.query_one(FieldList).scroll_to_widget(self.current, animate=False)
+        if self.is_mounted and (row := self.fields.region_of(self.current)):
+            self.query_one(FieldList).scroll_to_region(row, animate=False)
 
     def focus_fields(self) -> None:
-        self.query_one(FieldList).focus()
+        self.query_one(FieldList).focus(scroll_visible=False)
 
     def set_text(self, key: str, text: str) -> None:
         self.draft.set(key, text)
         self._edited(key)
 
     def cycle(self, by: int) -> None:
-        if kind_of(self._current) != "text":
-            self.draft.cycle(self._current, by)
-            self._edited(self._current)
+        if kind_of(self.current) != "text":
+            self.draft.cycle(self.current, by)
+            self._edited(self.current)
 
     def reset(self) -> None:
-        self.draft.reset(self._current)
-        self._edited(self._current)
+        self.draft.reset(self.current)
+        self._edited(self.current)
 
     def _edited(self, key: str) -> None:
         self.planner_errors.pop(key, None)
-        self.update_rows()
+        self.fields.redraw()
         self._changed()
 
     def begin_filter(self) -> None:
@@ -370,26 +332,18 @@ class Form(Vertical):
     def filter(self, words: str) -> None:
         """Show the fields that have every word in their name, help or value."""
         self._words = words.lower()
-        for key, row in self.rows.items():
-            row.display = matches(words, key, field_table()[key].help, self.draft.text(key))
-        for section in self.sections:
-            self.query_one(f"#section-{section}").display = any(row.display for row in self._rows_of(section))
-        self.keep_in_view()
+        fields = field_table().items()
+        self.shown = [key for key, field in fields if matches(words, key, field.help, self.draft.text(key))]
+        self.fields.redraw()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        if event.input.id == "filter":
-            event.stop()
-            self.filter(event.value)
+        event.stop()
+        self.filter(event.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Textual's hook: to the field that the words name best."""
-        if event.input.id == "filter":
-            event.stop()
-            shown = self._visible()
-            if shown:
-                self.focus_fields()
-                self.go(min(shown, key=self._unlikeness).key)
-
-    def _unlikeness(self, row: FieldRow) -> tuple[bool, bool]:
-        """Least for the field of that very name, then for those whose name has the words; others' help only."""
-        return row.key != " ".join(self._words.split()), not matches(self._words, row.key)
+        """Textual's hook: to the field of that very name, then of a name with the words; of others' help at last."""
+        event.stop()
+        if self.shown:
+            exact = " ".join(self._words.split())
+            self.focus_fields()
+            self.go(min(self.shown, key=lambda key: (key != exact, not matches(self._words, key))))

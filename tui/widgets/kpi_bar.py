@@ -76,7 +76,6 @@ class AlertBar(RunPane):
     alerts: Sequence[Alert] = ()
 
     def update(self) -> None:
-        """Look again at what is wrong."""
         result = alerts(self._data)
         if result == self.alerts:
             return
@@ -103,13 +102,12 @@ class PipelineBar(RunPane):
 
     DEFAULT_CSS = "PipelineBar { height: 3; padding: 0 1; }"
 
-    def __init__(self, data: RunData, *, id: str | None = None) -> None:
-        super().__init__(data, id=id)
+    def __init__(self, data: RunData) -> None:
+        super().__init__(data, id="pipeline")
         self._marks = Marks()
         self._shown: tuple[Flow, dict[Route, int]] | None = None
 
     def update(self) -> None:
-        """Look again at what flows."""
         now = flow(self._data)
         self._marks.move(self._data.spans.view, now, behind=self._data.behind)
         shown = now, self._marks.offsets

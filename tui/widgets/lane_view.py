@@ -115,7 +115,6 @@ class LaneView(LineWidget, can_focus=True):
         self.clear_selection()
 
     def freeze(self, frozen: bool) -> None:
-        """Hold the display, or go on."""
         self.frozen = frozen
         self._held = self.store.view if frozen else None
         self.redraw()
@@ -160,7 +159,6 @@ class LaneView(LineWidget, can_focus=True):
         self._select(None)
 
     def select(self, span: Span) -> None:
-        """Select a span, and bring it into view."""
         self.lane = span.lane
         start_s, end_s = self.window
         self._cursor_s = max(span.start_s, start_s) if span.end_s > start_s else span.start_s
@@ -308,7 +306,6 @@ class LaneView(LineWidget, can_focus=True):
             self.post_message(self.Selected())
 
     def move_lane(self, by: int) -> None:
-        """Select the lane above (-1) or below (1)."""
         lanes = self.view.lanes
         index = lanes.index(self.lane) + by if self.lane in lanes else 0 if by > 0 else len(lanes) - 1
         self.lane = lanes[min(max(index, 0), len(lanes) - 1)]

@@ -47,7 +47,6 @@ class LineWidget(Widget):
         return None
 
     def redraw(self) -> None:
-        """What is shown has changed."""
         self._drawn_for = None
         if (headline := self.headline()) is not None:
             self.border_subtitle = headline.replace("[", "(").replace("]", ")")
@@ -87,8 +86,6 @@ class Drawn(LineWidget):
 
 
 class RunPane(LineWidget):
-    """Draws what is known of a run."""
-
     def __init__(self, data: RunData, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._data = data
@@ -102,7 +99,6 @@ class ScrolledLines(LineWidget, can_focus=True):
     _num_rows = 0
 
     def page(self, width: int) -> list[Row]:
-        """All rows."""
         raise NotImplementedError
 
     def rows(self, width: int, height: int) -> list[Row]:

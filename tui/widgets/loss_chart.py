@@ -205,14 +205,12 @@ class LossChart(RunPane, can_focus=True):
         self.window = (start, start + length)
 
     def pan(self, share: float) -> None:
-        """Move by a share of what is shown."""
         if self.window is not None:
             low, high = self.window
             self._set_window(low + share * (high - low), high - low)
             self.redraw()
 
     def fit(self) -> None:
-        """All of the run, without a cursor."""
         self.window = self.cursor = None
         self.redraw()
 

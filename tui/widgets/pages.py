@@ -9,15 +9,12 @@ from penstock.app.console.rows import Row, exactly
 from penstock.tui.data.fields import get
 from penstock.tui.data.metrics import Samples
 from penstock.tui.data.plan_client import PlanState
-from penstock.tui.data.run_data import RunData
 from penstock.tui.render.log import log_rows, matches, sample_rows
 from penstock.tui.render.plan import state_rows
 from penstock.tui.widgets.lines import RunPane, ScrolledLines
 
 
 class PlanPanel(ScrolledLines):
-    """What is known of a plan."""
-
     state = PlanState()
     machine = ""
 
@@ -35,16 +32,12 @@ class PlanPanel(ScrolledLines):
         return state_rows(self.state, self.machine, width, self.glyphs)
 
 
-class SamplesPane(ScrolledLines):
+class SamplesPane(RunPane, ScrolledLines):
     """Follows the newest samples until one goes to older ones."""
 
     _held: int | None = None
     """Step of the samples that are shown; None: the newest."""
     _prompt = 0
-
-    def __init__(self, data: RunData) -> None:
-        super().__init__()
-        self._data = data
 
     @property
     def nothing(self) -> str:
@@ -68,7 +61,6 @@ class SamplesPane(ScrolledLines):
         return True
 
     def next_prompt(self, by: int) -> bool:
-        """To another prompt's sample; whether there is one."""
         result = self._data.samples
         if not result or len(result[self._at()].samples) == 1:
             return False
@@ -124,7 +116,6 @@ class LogPane(RunPane, can_focus=True):
         self.action_scroll_by(-3)
 
     def headline(self) -> str:
-        """How the log is shown."""
         parts = [f"filter {self.words}"] if self.words else []
         parts += [] if self.follows else ["scrolled back, end follows"]
         return "  ".join(parts)
