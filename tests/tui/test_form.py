@@ -86,7 +86,7 @@ async def test_every_field_has_a_row_a_hint_and_a_section_and_the_row_stays_in_s
     for key, text in shown.items():
         assert text in app.line(key)
     assert "steps" in app.line("train.steps")
-    titles = [plain([row]).partition("  ") for of, row in app.form.fields.lines(78) if of.startswith("#")]
+    titles = [plain([row]).partition("  ") for of, row in app.form.fields.lines(78) if row and of[0] == "#"]
     sections = dict.fromkeys(item.key.partition(".")[0] if "." in item.key else "recipe" for item in fields())
     assert [title for title, _, _ in titles] == list(sections)
     assert all(len(about.split()) > 1 for _, _, about in titles), "each says what it is about"

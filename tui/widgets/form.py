@@ -77,8 +77,8 @@ class Fields(LineWidget):
                 section = section_of(key)
                 changed = f"  {changes[section]} changed" if changes[section] else ""
                 title = [(section, "title"), (f"  {SECTIONS[section]}", "dim"), (changed, "warn")]
-                result += [("", [])] if section != next(iter(SECTIONS)) else []
-                result.append((f"#{section}", exactly(title, width)))
+                above: list[Row] = [[]] if section != next(iter(SECTIONS)) else []
+                result += [(f"#{section}", row) for row in (*above, exactly(title, width))]
             rows = _field_rows(form, key, width, self.glyphs)
             if key == form.current:
                 rows = [[(text, f"{token} chosen") for text, token in row] for row in rows]
