@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -22,7 +22,7 @@ from penstock.app.evaluation.report import Reporter
 from penstock.app.evaluation.svg import heat_maps
 from penstock.app.runs.files import json_text
 from penstock.app.sampling.sample import find_model, opened
-from penstock.engine.data.needles.retrieval import FILLERS, KINDS, Filler, Haystacks
+from penstock.engine.data.needles.retrieval import FILLERS, KINDS, Haystacks
 from penstock.engine.data.text.chat import ChatTemplate
 from penstock.engine.opened_model import SCORED_TOKENS
 from penstock.storage.files.disk import atomic_write
@@ -68,7 +68,7 @@ def evaluate(
     Results of a run are kept in its evals/, and written to `out`; heat maps to `svg`. Raises UserError.
     """
     tasks = list(dict.fromkeys(tasks))
-    options = {"limit": limit, "num_fewshot": num_fewshot, "chat": chat, "system": system}
+    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "chat": chat, "system": system}
     options |= {"batch_tokens": SCORED_TOKENS if batch_tokens is None else batch_tokens, "seed": seed}
     if not tasks:
         raise UserError(f"--tasks: no task given; name tasks of lm-evaluation-harness, or {', '.join(needles.NAMES)}")
@@ -89,7 +89,7 @@ def evaluate(
         depths=depths,
         samples=samples,
         new_tokens=answer_tokens,
-        filler=cast(Filler, filler),
+        filler=filler,
         seed=seed,
     )
     result: dict[str, Any] = {"penstock": penstock.__version__, "model": str(where), "checkpoint": checkpoint}
