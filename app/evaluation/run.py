@@ -68,9 +68,8 @@ def evaluate(
     Results of a run are kept in its evals/, and written to `out`; heat maps to `svg`. Raises UserError.
     """
     tasks = list(dict.fromkeys(tasks))
-    options = {"limit": limit, "num_fewshot": num_fewshot, "chat": chat, "system": system}
-    tokens = SCORED_TOKENS if batch_tokens is None else batch_tokens
-    options |= {"batch_tokens": tokens, "seed": seed}
+    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "chat": chat, "system": system}
+    options |= {"batch_tokens": SCORED_TOKENS if batch_tokens is None else batch_tokens, "seed": seed}
     if not tasks:
         raise UserError(f"--tasks: no task given; name tasks of lm-evaluation-harness, or {', '.join(needles.NAMES)}")
     if filler not in FILLERS:
@@ -102,7 +101,7 @@ def evaluate(
     ):
         reporter = Reporter(Console(file=sys.stderr), shown)
         reporter.say_all(given.take_remarks())
-        queried = QueriedModel(given, batch_tokens=tokens, seed=seed)
+        queried = QueriedModel(given, batch_tokens=options["batch_tokens"], seed=seed)
         template = _template(queried) if chat else None
         report = partial(reporter.asks, queried)
         if kinds:
