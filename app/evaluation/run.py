@@ -16,21 +16,17 @@ from rich.console import Console
 
 import penstock
 from penstock.app.console.working import say, working
-from penstock.app.evaluation import needles
-from penstock.app.evaluation.queried import QueriedModel
-from penstock.app.evaluation.report import Reporter
 from penstock.app.evaluation.svg import heat_maps
 from penstock.app.runs.files import json_text
 from penstock.app.sampling.sample import find_model, opened
-from penstock.engine.data.needles.retrieval import FILLERS, KINDS, Haystacks
-from penstock.engine.data.text.chat import ChatTemplate
-from penstock.engine.opened_model import SCORED_TOKENS
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable
 
 if TYPE_CHECKING:
     from penstock.app.evaluation.harness import TaskNames
+    from penstock.app.evaluation.queried import QueriedModel
+    from penstock.engine.data.text.chat import ChatTemplate
 
 _NAME_CHARS = 60
 
@@ -67,6 +63,12 @@ def evaluate(
     what may be used of each.
     Results of a run are kept in its evals/, and written to `out`; heat maps to `svg`. Raises UserError.
     """
+    from penstock.app.evaluation import needles
+    from penstock.app.evaluation.queried import QueriedModel
+    from penstock.app.evaluation.report import Reporter
+    from penstock.engine.data.needles.retrieval import FILLERS, KINDS, Haystacks
+    from penstock.engine.opened_model import SCORED_TOKENS
+
     tasks = list(dict.fromkeys(tasks))
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "chat": chat, "system": system}
     options |= {"batch_tokens": SCORED_TOKENS if batch_tokens is None else batch_tokens, "seed": seed}
@@ -142,6 +144,8 @@ def _find_harness_tasks(names: list[str], include_path: str | Path | None) -> Ta
     """The tasks that are not built in; None where there are none. UserError where no harness is, or no such task."""
     if not names:
         return None
+    from penstock.app.evaluation import needles
+
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             f"--tasks {printable(','.join(names))}: needs lm-evaluation-harness, which is not installed: "
@@ -168,6 +172,8 @@ def _file_name(tasks: Sequence[str]) -> str:
 def _save(result: dict[str, Any], run: Path | None, out: Path | None, svg: Path | None) -> list[Path]:
     """Write results to evals/ of the run and to `out`, and the heat maps to `svg`; the files written. Stderr is told of
     one that cannot be: the results are still to be shown."""
+    from penstock.app.evaluation import needles
+
     text = json_text(result, indent=1)
     wanted = [] if run is None else [(run / "evals" / _file_name(result["queried"]), text)]
     wanted += [] if out is None else [(out, text)]

@@ -159,7 +159,7 @@ def test_a_file_of_the_cache_keeps_the_name_that_says_what_it_is(folder: Path) -
         recipe = resolve_paths(Recipe(name="x", data=DataConfig(path=given)), folder)
         assert recipe.data.path == str(kept)
         if given in places:
-            assert opened(recipe).recipe.data.source == "jsonl"
+            assert opened(recipe)[0].data.source == "jsonl"
 
 
 def test_a_kind_of_model_that_the_folder_is_not_is_refused(folder: Path) -> None:
