@@ -58,8 +58,7 @@ def gradients(on: Computes, micro_batches: Sequence[MicroBatch]) -> StepData:
     """Loss and gradient norm of one step, whose gradients wait in memory when this returns."""
     data, step = on.carrier.step(micro_batches, {}), on.step + 1
     on.runtime.begin(step, data)
-    documents, cut = [m.documents for m in micro_batches], list(data.cut.values())
-    for op in _start(on, training(on.plan, step, documents=documents, chunks=cut), False):
+    for op in _start(on, training(on.plan, step, **data.extent), False):
         on.executor.wait(op)
     return data
 
@@ -91,8 +90,7 @@ def evaluations(
             yield finished()
         data = on.carrier.evaluation(micro_batches)
         on.runtime.begin_evaluation(number, data)
-        documents, cut = [m.documents for m in micro_batches], list(data.cut.values())
-        pass_ = build(on.plan, on.step, number, documents=documents, chunks=cut)
+        pass_ = build(on.plan, on.step, number, **data.extent)
         under_way.append((number, _start(on, pass_, commit and number == first)))
     while under_way:
         yield finished()

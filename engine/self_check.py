@@ -7,7 +7,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from penstock.engine import passes, preparing
 from penstock.engine.computing import Computing
 from penstock.engine.config import AdapterConfig
-from penstock.engine.forecast.problem import block_shapes
+from penstock.engine.forecast.problem import block_shapes, whole_buffers
 from penstock.engine.model.adapters import inject, is_adapter
 from penstock.engine.model.anatomy import refuse_unsupported, take_apart
 from penstock.engine.model.reference import forward_backward, in_buffers
@@ -32,7 +32,7 @@ from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.model.trace import random_model
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions
+from penstock.engine.plan.problem import FP32, PlanInput, PlanOptions
 from penstock.engine.runtime.handlers import gather
 from penstock.storage.files.errors import BudgetError, UserError, refused
 
@@ -154,17 +154,17 @@ def _compare(
     with refused("streaming fails"):
         runner = ModelRunner(spec, device="cpu", dtype=dtype, constants=constants, router_aux_loss=aux)
         batch = [MicroBatch.of(row) for row in rows]
-        streamed = _streamed if dtype == torch.float32 else _in_plain_words
-        loss, errors = streamed(
-            runner, parameters, batch, chunk_tokens, pieces, lambda grads: relative_errors(grads, reference)
-        )
+        if dtype == torch.float32:
+            loss, grads = _streamed(runner, parameters, batch, chunk_tokens, pieces)
+        else:  # by the step in plain words, which any dtype has
+            weights = in_buffers(spec, parameters)
+            grads = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
+            loss = forward_backward(runner, weights, grads, batch, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
+    errors = relative_errors(grads, reference)
     errors["loss"] = abs(loss - reference_loss) / abs(reference_loss)
     errors = {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
-
-
-Errors = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
 
 def _streamed(
@@ -173,10 +173,9 @@ def _streamed(
     batch: Sequence[MicroBatch],
     chunk_tokens: int,
     pieces: bool,
-    errors: Errors,
-) -> tuple[float, dict[str, float]]:
-    """The loss, and the errors of the gradients, of a pass of the engine in float32: what a run's step is, in the least
-    GPU memory, so that weights, activations and gradients wait in RAM."""
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a pass of the engine in float32: what a run's step is, in the least GPU memory, so that
+    weights, activations and gradients wait in RAM."""
     problem = _problem(runner.spec, batch, chunk_tokens)
     options = PlanOptions(streamed=pieces and any(runner.spec.attention))
     try:
@@ -188,17 +187,13 @@ def _streamed(
         computing = Computing(make_plan(problem, options), runner, weights, _LOGITS_BYTES)
     with closing(computing):
         loss = passes.gradients(computing, batch).loss
-        return loss, errors(computing.gradients())
+        return loss, {name: gradient.clone() for name, gradient in computing.gradients().items()}
 
 
 def _problem(spec: ModelSpec, batch: Sequence[MicroBatch], chunk_tokens: int) -> PlanInput:
-    flat = layouts(spec)
     return PlanInput(
         blocks=block_shapes(spec, "float32"),
-        buffers=tuple(
-            BufferShape(name=name, numel=layout.numel, part_numel=layout.numel, frozen=name in spec.frozen)
-            for name, layout in flat.items()
-        ),
+        buffers=whole_buffers(spec),
         hidden_size=spec.hidden_size,
         compute_bytes=FP32,
         gradient_bytes=FP32,
@@ -226,21 +221,6 @@ class _Parameters:
         for name, view in self._flat[buffer].views(out).items():
             view.copy_(self._parameters[name])
         return gather([])
-
-
-def _in_plain_words(
-    runner: ModelRunner,
-    parameters: Mapping[str, Tensor],
-    batch: Sequence[MicroBatch],
-    chunk_tokens: int,
-    pieces: bool,
-    errors: Errors,
-) -> tuple[float, dict[str, float]]:
-    """The same in any dtype, by the step in plain words (engine/model/reference.py)."""
-    weights = in_buffers(runner.spec, parameters)
-    grads = in_buffers(runner.spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
-    loss = forward_backward(runner, weights, grads, batch, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
-    return loss, errors(grads)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -68,9 +68,8 @@ def train_step(session: Session) -> StepMetrics:
     session.begin_step(data)
     step = session.step
     ops: list[Op] = []
-    documents, cut = [m.documents for m in data.micro_batches], list(data.cut.values())
     commit = session.commit_due(step - 1)
-    pass_ = training(session.plan, step, documents=documents, chunks=cut)
+    pass_ = training(session.plan, step, **data.extent)
     for ops in session.builder.stream(pass_, commit_previous=commit):
         session.executor.submit(ops)
     session.prefetch()

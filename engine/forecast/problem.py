@@ -10,8 +10,15 @@ from penstock.engine.attention import workspace
 from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.forecast.costs import representatives
 from penstock.engine.forecast.flops import block_matmul, projection_matmul, trained_matmul, unread_matmul
-from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key
-from penstock.engine.plan.problem import BYTES_PER_TOKEN, CUBLAS_WORKSPACE_BYTES, FP32, INPUTS_CACHE_BYTES, BlockShape
+from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key, layouts
+from penstock.engine.plan.problem import (
+    BYTES_PER_TOKEN,
+    CUBLAS_WORKSPACE_BYTES,
+    FP32,
+    INPUTS_CACHE_BYTES,
+    BlockShape,
+    BufferShape,
+)
 
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits that exist at once take with their gradient and their float32 rows, per device type."""
@@ -108,6 +115,14 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
             )
         )
     return tuple(shapes)
+
+
+def whole_buffers(spec: ModelSpec) -> tuple[BufferShape, ...]:
+    """The flat buffers, of one part each."""
+    return tuple(
+        BufferShape(name=name, numel=layout.numel, part_numel=layout.numel, frozen=name in spec.frozen)
+        for name, layout in layouts(spec).items()
+    )
 
 
 def summed_numel(spec: ModelSpec, block: BlockSpec, names: Sequence[str]) -> int:

@@ -15,12 +15,13 @@ from penstock.engine.forecast.problem import (
     LOGITS_BYTES,
     block_shapes,
     temporaries_bytes,
+    whole_buffers,
 )
 from penstock.engine.machine.profile import Machine
-from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions, SampleSpace, SampleTier
+from penstock.engine.plan.problem import FP32, PlanInput, PlanOptions, SampleSpace, SampleTier
 from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.files.units import bytes_text, least_text, seconds_text, size_text
 
@@ -87,10 +88,7 @@ class Query:
         chunk = row_tokens if spec.recurrent else min(chunk, row_tokens)
         return PlanInput(
             blocks=block_shapes(spec, self.dtype),
-            buffers=tuple(
-                BufferShape(name=name, numel=layout.numel, part_numel=layout.numel, frozen=True)
-                for name, layout in layouts(spec).items()
-            ),
+            buffers=whole_buffers(spec),
             hidden_size=spec.hidden_size,
             compute_bytes=item,
             gradient_bytes=FP32,

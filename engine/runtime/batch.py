@@ -33,6 +33,11 @@ class Batch:
     total_weight: float
     """Sum of their weights in the loss."""
 
+    @property
+    def extent(self) -> dict[str, Any]:
+        """What a pass (schedule/passes.py) is told of it: `documents` and `chunks`."""
+        return {"documents": [m.documents for m in self.micro_batches], "chunks": list(self.cut.values())}
+
 
 @dataclass(slots=True)
 class EvaluationData(Batch):
