@@ -134,14 +134,15 @@ async def test_narrow_terminals_drop_panes_in_order_and_numbers_focus_or_enlarge
         (80, 60): ["loss", "lanes", "tiers", "blocks", "log"],
     }
     async with opened(first, (20, 5)) as (pilot, screen):
+        pipeline = screen.query_one("#pipeline")
         for size, panes in sizes.items():
             await pilot.resize_terminal(*size)
             await until(pilot, lambda panes=panes: shown(screen) == panes)
+            await until(pilot, lambda size=size: pipeline.display == (size[1] >= 16))
             if "blocks" in panes:  # though the plan was read while there was no room for them
                 await until(pilot, lambda: "no plan yet" not in drawn(screen.pane("blocks")))
             assert kpi(screen).startswith("first  ")
             assert "finished" in kpi(screen)
-            assert screen.query_one("#pipeline").display == (size[1] >= 16)
 
         async def shows(panes: list[str], *keys: str) -> None:
             await press(pilot, *keys)
