@@ -276,7 +276,7 @@ def matmul_rates(
 ) -> dict[str, float]:
     """TFLOP/s of the products of one layer's matrices and of the head's with a chunk: forward and both gradients."""
     shapes = {
-        "layer": [p.shape for name in spec.blocks[1].buffers for p in spec.buffers[name] if len(p.shape) == 2],
+        "layer": [p.shape for p in spec.params_of(spec.blocks[1]) if len(p.shape) == 2],
         "head": [(spec.vocab_size, spec.hidden_size)],
     }
     rows = {"layer": chunk_tokens, "head": min(chunk_tokens, _HEAD_ROWS)}

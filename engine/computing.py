@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 
-import torch
 from torch import Tensor
 
 from penstock.engine.config import TrainConfig
@@ -40,12 +39,12 @@ class Computing:
         device, tiers = runner.device, plan.tiers
         with ExitStack() as undo:
             self._lanes = undo.enter_context(closing(Lanes.open(device, tiers["gpu"].budget_bytes)))
-            self._gpu = allocate_gpu(plan, device, runner.dtype, weights)
-            ram = self._ram = allocate_ram(plan, compute_dtype=runner.dtype, gradient_dtype=torch.float32)
+            self._gpu = allocate_gpu(plan, device, weights)
+            ram = self._ram = allocate_ram(plan)
             undo.enter_context(closing(ram.arena))
             if device.type == "cuda":
                 ram.arena.pin()
-            load_memory(source, plan, self._gpu, ram, runner.dtype, weights or ())
+            load_memory(source, plan, self._gpu, ram, weights or ())
             train = TrainConfig(steps=1)
             work = plan, runner, find_optimizer(train).make("fused"), source, self._gpu, ram
             self.runtime = Runtime(*work, train, logits_bytes, lambda step: None)

@@ -49,7 +49,7 @@ def kernel_query(spec: ModelSpec, plan: Plan) -> KernelQuery:
     """Everything once."""
     products: dict[tuple[int, int], None] = {}
     for block, summed, joined in zip(spec.layers, spec.summed, spec.joined, strict=True):
-        trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
+        trained = spec.params_of(block, trained=True)
         for names in (*((name,) for name in summed), *joined):
             ends = tuple(f".{name}.weight" for name in names)
             if shapes := [param.shape for param in trained if param.name.endswith(ends)]:

@@ -350,7 +350,7 @@ def _describe(
         broken = for_gpus and not torch.cuda.is_available()
         reason = f" ({why_no_cuda()})" if broken else ""
         observer.on_message(f"no GPU{reason}: computing on CPU, and the gpu tier is ordinary memory", detail=not broken)
-    trained = f" of which {spec.num_trained:,} are trained," if spec.frozen else ""
+    trained = f" of which {spec.num_trained:,} are trained," if spec.num_trained < spec.num_params else ""
     observer.on_message(
         f"model: {spec.model_type}, {spec.num_params:,} parameters,{trained} {len(spec.attention)} layers, {device}"
     )

@@ -32,7 +32,7 @@ from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.model.trace import random_model
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import FP32, PlanInput, PlanOptions
+from penstock.engine.plan.problem import PlanInput, PlanOptions
 from penstock.engine.runtime.handlers import gather
 from penstock.storage.files.errors import BudgetError, UserError, refused
 
@@ -193,10 +193,9 @@ def _streamed(
 def _problem(spec: ModelSpec, batch: Sequence[MicroBatch], chunk_tokens: int) -> PlanInput:
     return PlanInput(
         blocks=block_shapes(spec, "float32"),
-        buffers=whole_buffers(spec),
+        buffers=whole_buffers(spec, "float32"),
         hidden_size=spec.hidden_size,
-        compute_bytes=FP32,
-        gradient_bytes=FP32,
+        compute_dtype="float32",
         micro_batches=len(batch),
         rows=1,
         row_tokens=max(len(one.ids) for one in batch),

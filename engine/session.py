@@ -24,7 +24,6 @@ from penstock.engine.events import Spike, ValidationMetrics, step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.generate.prompts import Prompts
-from penstock.engine.machine.device import compute_dtype
 from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.spec import ModelSpec
@@ -129,23 +128,21 @@ class Session:
         self.settings, self.executor = lanes.settings, lanes.executor
         self._lanes, self._reservation, self.uploads = lanes, reservation, uploads
         self.carrier = BatchCarrier(plan.chunks, device, compiled=compute.runner.compiled)
-        dtype = compute_dtype(train)
-        gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
         with checklist.step("allocating memory"):
             give_back_memory()  # what compiling and timing the ops left
-            store.add_scratch(scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
+            store.add_scratch(scratch_arrays(plan))
             store.reserve_spill(plan.spill_bytes)
             try:
-                self.gpu: GpuMemory = allocate_gpu(plan, device, dtype)
+                self.gpu: GpuMemory = allocate_gpu(plan, device)
             except torch.OutOfMemoryError as error:
                 raise explain(error, None, plan) or error from error
-            self.ram: RamMemory = allocate_ram(plan, compute_dtype=dtype, gradient_dtype=gradient_dtype)
+            self.ram: RamMemory = allocate_ram(plan)
         if device.type == "cuda":
             near_gpu = nullcontext() if lanes.placement is None else lanes.placement.near_gpu()  # it touches all pages
             with checklist.step(f"pinning {self.ram.arena.used_bytes / 1e9:.3g} GB"), near_gpu:
                 self.ram.arena.pin(on_progress=lambda done, total: checklist.progress(done / total))
         with checklist.step("filling the tiers"):
-            load_memory(store, plan, self.gpu, self.ram, dtype)
+            load_memory(store, plan, self.gpu, self.ram)
         work = plan, compute.runner, compute.optimizer, store, self.gpu, self.ram
         self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit)
         self.builder = ScheduleBuilder(plan)

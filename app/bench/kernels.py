@@ -15,7 +15,7 @@ from penstock.engine.attention.spans import Call, spans
 from penstock.engine.clock import clock
 from penstock.engine.config import TrainConfig
 from penstock.engine.machine.probe_compute import products_of, random_operand
-from penstock.engine.model.spec import AttentionShape, ModelSpec, layouts
+from penstock.engine.model.spec import AttentionShape, ModelSpec
 from penstock.engine.optim.base import UpdateRange, find_optimizer
 
 
@@ -36,8 +36,7 @@ def step_kernels(
             param.shape
             for block in spec.blocks
             if block.kind == role
-            for name in block.buffers
-            for param in spec.buffers[name]
+            for param in spec.params_of(block)
             if len(param.shape) == 2
         )
         for role in ("layer", "head")
@@ -85,7 +84,7 @@ def _attention_once(
 def _adamw_once(spec: ModelSpec, device: torch.device, train: TrainConfig, *, compiled: bool) -> float:
     """Seconds of the engine's update of all parameters, from one layer's."""
     layer = next(block for block in spec.blocks if block.layer is not None)
-    layout = layouts(spec)[layer.buffers[0]]
+    layout = spec.buffers[layer.buffers[0]].layout
     optimizer_spec = find_optimizer(train)
     optimizer = optimizer_spec.make("compiled" if compiled else "fused")
     state = {kind: torch.zeros(layout.numel, device=device) for kind in optimizer_spec.state_kinds}

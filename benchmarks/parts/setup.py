@@ -261,7 +261,7 @@ def nvme_bytes(plan: Plan, train: TrainConfig, *, whole_state: bool = True) -> i
     and scratch."""
     held = [b for b in plan.buffers.values() if whole_state or "nvme" in (b.state, b.weights if b.frozen else None)]
     state = sum(buffer.numel for buffer in held if not buffer.frozen) * len(plan.problem.state_kinds) * FP32
-    frozen = sum(buffer.numel for buffer in held if buffer.frozen) * plan.problem.compute_bytes
+    frozen = sum(buffer.numel * buffer.weight_bytes for buffer in held if buffer.frozen)
     sizes = {"bfloat16": 2, "float32": 4}
-    scratch = sum(a.numel * sizes[a.dtype] for a in scratch_arrays(plan, train.compute_dtype, train.gradient_dtype))
+    scratch = sum(a.numel * sizes[a.dtype] for a in scratch_arrays(plan))
     return int((2 * state + frozen) * FREE_MARGIN) + scratch + plan.spill_bytes

@@ -15,7 +15,6 @@ from penstock.engine import preparing
 from penstock.engine.cluster import layout
 from penstock.engine.config import Recipe, drive_folders, parse_bytes, state_folder
 from penstock.engine.export import RunState
-from penstock.engine.forecast.problem import DTYPE_BYTES
 from penstock.engine.forecast.request import buffer_shapes
 from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
 from penstock.engine.model.spec import ModelSpec, layouts
@@ -94,7 +93,7 @@ def read_dcp(folder: Path, record: layout.Record, spec: ModelSpec, recipe: Recip
     optimizer = find_optimizer(recipe.train)
     layout.require_intact(folder)
     layout.require_same_model(folder, spec, optimizer.kinds)
-    arrays = arrays_of(buffer_shapes(spec, recipe), DTYPE_BYTES[recipe.train.compute_dtype], optimizer.state_kinds)
+    arrays = arrays_of(buffer_shapes(spec, recipe), optimizer.state_kinds)
     budget = None if recipe.budgets.nvme is None else parse_bytes(recipe.budgets.nvme, "budgets.nvme")
     root = state_folder(run_dir)
     store = NvmeStore.create(root, arrays, budget_bytes=budget, drives=drive_folders(run_dir, recipe.storage))

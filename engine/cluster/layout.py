@@ -71,18 +71,17 @@ def moment(name: str, kind: str) -> str:
 def locations(spec: ModelSpec, kinds: Sequence[str]) -> dict[str, Location]:
     """Name in a checkpoint -> location, for all parameters and their optimizer's `kinds` (master weights left out)."""
     result: dict[str, Location] = {}
-    for buffer, params in spec.buffers.items():
-        trained = buffer not in spec.frozen
-        for param in params:
-            result[param.name] = Location(buffer, MASTER if trained else WEIGHTS, param)
-            if trained:
-                result |= {moment(param.name, kind): Location(buffer, kind, param) for kind in kinds}
+    for name, buffer in spec.buffers.items():
+        for param in buffer.params:
+            result[param.name] = Location(name, WEIGHTS if buffer.frozen else MASTER, param)
+            if not buffer.frozen:
+                result |= {moment(param.name, kind): Location(name, kind, param) for kind in kinds}
     return result
 
 
 def trained_names(spec: ModelSpec) -> list[str]:
     """Names of the parameters that have an optimizer's state."""
-    return [param.name for buffer, params in spec.buffers.items() if buffer not in spec.frozen for param in params]
+    return [param.name for buffer in spec.trained.values() for param in buffer.params]
 
 
 # ------------------------------------------------------------------ folders

@@ -164,7 +164,7 @@ def _saves(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 def _optimizer(spec: ModelSpec, train: TrainConfig, model: PreTrainedModel) -> torch.optim.Optimizer:
     """AdamW with a group for each learning rate and weight decay, its state zero, as of a run that begins."""
     factors = lr_factors(train, depths(spec), spec.frozen_params)
-    decays = {param.name: param.decay for params in spec.buffers.values() for param in params}
+    decays = {param.name: param.decay for param in spec.params}
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:

@@ -180,8 +180,8 @@ class _OnCluster:
         """(parameters, trained ones) of what is gathered at once: each layer, then embedding and head."""
 
     def _params(self, buffers: Sequence[str] | dict[str, None]) -> tuple[int, int]:
-        sizes = {name: sum(param.numel for param in self.spec.buffers[name]) for name in buffers}
-        return sum(sizes.values()), sum(size for name, size in sizes.items() if name not in self.spec.frozen)
+        sizes = {name: sum(param.numel for param in self.spec.buffers[name].params) for name in buffers}
+        return sum(sizes.values()), sum(size for name, size in sizes.items() if name in self.spec.trained)
 
     # ------------------------------------------------------------------ memory
 

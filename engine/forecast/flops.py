@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from penstock.engine.attention.pairs import visible_pairs
 from penstock.engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec, block_of
 from penstock.engine.plan.plan import Filled, Plan
-from penstock.storage.tier.layout import ParamSpec
 
 BACKWARD = 2
 """Forward passes that a backward pass costs: gradients of the inputs and of the weights, where these are trained."""
@@ -35,22 +34,20 @@ def matmul_flops(spec: ModelSpec) -> int:
 def active_params(spec: ModelSpec) -> int:
     """Parameters that a token computes with: of experts those that it is routed to."""
     idle = 0
-    for params in spec.buffers.values():
-        for param in params:
-            if len(param.shape) == 3 and param.shape[0] in spec.experts:
-                idle += param.numel - spec.experts_per_token * param.numel // param.shape[0]
+    for param in spec.params:
+        if len(param.shape) == 3 and param.shape[0] in spec.experts:
+            idle += param.numel - spec.experts_per_token * param.numel // param.shape[0]
     return spec.num_params - idle
 
 
 def block_matmul(spec: ModelSpec, block: BlockSpec) -> int:
     """Forward FLOPs of a layer's or the head's matrix products for one token."""
-    return sum(_matmul(spec, name, param) for name in block.buffers for param in spec.buffers[name])
+    return _matmul(spec, block)
 
 
 def trained_matmul(spec: ModelSpec, block: BlockSpec) -> int:
     """Those of `block_matmul` by weights that are trained."""
-    trained = [name for name in block.buffers if name not in spec.frozen]
-    return sum(_matmul(spec, name, param) for name in trained for param in spec.buffers[name])
+    return _matmul(spec, block, trained=True)
 
 
 def backward_matmul(spec: ModelSpec, index: int) -> int:
@@ -60,14 +57,18 @@ def backward_matmul(spec: ModelSpec, index: int) -> int:
     return block_matmul(spec, spec.blocks[index]) + trained_matmul(spec, spec.blocks[index])
 
 
-def _matmul(spec: ModelSpec, buffer: str, param: ParamSpec) -> int:
-    if block_of(buffer) == EMBED and param.shape[0] != spec.vocab_size:
-        return 0  # beside the shared token table there may be one of positions
-    if len(param.shape) == 2:
-        return 2 * param.numel
-    if len(param.shape) == 3 and param.shape[0] in spec.experts:
-        return 2 * spec.experts_per_token * param.numel // param.shape[0]
-    return 0
+def _matmul(spec: ModelSpec, block: BlockSpec, *, trained: bool = False, end: str = "") -> int:
+    """Of the parameters whose names have that `end`, or of those of them that are `trained`."""
+    result = 0
+    for name in block.buffers:
+        for param in spec.buffers[name].params if not (trained and spec.buffers[name].frozen) else ():
+            if not param.name.endswith(end) or (block_of(name) == EMBED and param.shape[0] != spec.vocab_size):
+                continue  # beside the shared token table there may be one of positions
+            if len(param.shape) == 2:
+                result += 2 * param.numel
+            elif len(param.shape) == 3 and param.shape[0] in spec.experts:
+                result += 2 * spec.experts_per_token * param.numel // param.shape[0]
+    return result
 
 
 def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
@@ -135,10 +136,7 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int], filled: 
 
 def unread_matmul(spec: ModelSpec, block: BlockSpec, unread: str | None) -> int:
     """Forward FLOPs a token of the product that a recomputation leaves out."""
-    if unread is None:
-        return 0
-    name = next(name for name in block.buffers if any(p.name.endswith(f".{unread}.weight") for p in spec.buffers[name]))
-    return sum(_matmul(spec, name, p) for p in spec.buffers[name] if p.name.endswith(f".{unread}.weight"))
+    return 0 if unread is None else _matmul(spec, block, end=f".{unread}.weight")
 
 
 def projection_matmul(spec: ModelSpec, shape: AttentionShape | None) -> int:

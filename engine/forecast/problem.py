@@ -10,10 +10,11 @@ from penstock.engine.attention import workspace
 from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.forecast.costs import representatives
 from penstock.engine.forecast.flops import block_matmul, projection_matmul, trained_matmul, unread_matmul
-from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key, layouts
+from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key
 from penstock.engine.plan.problem import (
     BYTES_PER_TOKEN,
     CUBLAS_WORKSPACE_BYTES,
+    DTYPE_BYTES,
     FP32,
     INPUTS_CACHE_BYTES,
     BlockShape,
@@ -26,7 +27,6 @@ LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 LOGIT_BYTES = 12
 """Of one of them: in the compute dtype, in float32, and their gradient."""
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 TEMPLATE_TOKENS = 128
 """What a chat template puts around a message, at most, as far as a plan without the tokenizer is concerned."""
@@ -117,17 +117,17 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
     return tuple(shapes)
 
 
-def whole_buffers(spec: ModelSpec) -> tuple[BufferShape, ...]:
-    """The flat buffers, of one part each."""
+def whole_buffers(spec: ModelSpec, dtype: str) -> tuple[BufferShape, ...]:
+    """The flat buffers, of one part each, with weights of that dtype."""
     return tuple(
-        BufferShape(name=name, numel=layout.numel, part_numel=layout.numel, frozen=name in spec.frozen)
-        for name, layout in layouts(spec).items()
+        BufferShape(name=name, numel=(numel := b.layout.numel), part_numel=numel, dtype=dtype, frozen=b.frozen)
+        for name, b in spec.buffers.items()
     )
 
 
 def summed_numel(spec: ModelSpec, block: BlockSpec, names: Sequence[str]) -> int:
     """Trained weights of the linear modules `names` of a layer."""
-    trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
+    trained = spec.params_of(block, trained=True)
     return sum(p.numel for p in trained if any(p.name.endswith(f".{name}.weight") for name in names))
 
 
@@ -153,8 +153,7 @@ def workspace_bytes(spec: ModelSpec, tokens: int, compute_bytes: int, logits_byt
     """
     worst = 0
     for block in spec.blocks:
-        params = [param for name in block.buffers for param in spec.buffers[name]]
-        trained = [param for name in block.buffers if name not in spec.frozen for param in spec.buffers[name]]
+        params, trained = spec.params_of(block), spec.params_of(block, trained=True)
         gradients = sum(param.numel for param in trained) * compute_bytes
         if block.layer is not None or block.branch_of is not None:
             summed = () if block.layer is None else spec.summed[block.layer]
@@ -204,7 +203,7 @@ def adapter_workspace(spec: ModelSpec, compute_bytes: int) -> int:
     """
     worst = 0
     for block in spec.blocks if spec.adapter is not None else ():
-        params = [param for name in block.buffers for param in spec.buffers[name] if ".base_layer." in param.name]
+        params = [param for param in spec.params_of(block) if ".base_layer." in param.name]
         stacks = sum(param.numel for param in params if len(param.shape) == 3)
         matrix = max((param.numel for param in params if len(param.shape) == 2), default=0)
         dora = spec.adapter is not None and spec.adapter.method == "dora"

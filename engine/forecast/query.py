@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.engine.forecast.costs import Conditions
 from penstock.engine.forecast.extrapolate import evaluation_spent, later_spent, sampling_spent
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
-    DTYPE_BYTES,
     LOGIT_BYTES,
     LOGITS_BYTES,
     block_shapes,
@@ -21,7 +20,7 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import FP32, PlanInput, PlanOptions, SampleSpace, SampleTier
+from penstock.engine.plan.problem import DTYPE_BYTES, PlanInput, PlanOptions, SampleSpace, SampleTier
 from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.files.units import bytes_text, least_text, seconds_text, size_text
 
@@ -66,32 +65,26 @@ class Query:
     """A model of which nothing is trained, and what it may use."""
 
     spec: ModelSpec
-    """All of its buffers are frozen."""
+    """`all_frozen`."""
     dtype: str
     device_type: str
     gpu_bytes: int
     ram_bytes: int
-
-    @staticmethod
-    def frozen(spec: ModelSpec) -> ModelSpec:
-        """The model with nothing to train."""
-        return replace(spec, frozen=frozenset(spec.buffers))
 
     def logits_bytes(self, rows: int) -> int:
         """What so many rows of logits may take at once, with what is made of them."""
         return min(LOGITS_BYTES[self.device_type], rows * self.spec.vocab_size * LOGIT_BYTES)
 
     def _problem(self, lengths: Sequence[int], chunk: int, *, continued: bool) -> PlanInput:
-        spec, item, cuda = self.spec, DTYPE_BYTES[self.dtype], self.device_type == "cuda"
+        spec, cuda = self.spec, self.device_type == "cuda"
         # Layers that carry a state compute each sequence as one chunk, whatever its length.
         rows, row_tokens = (len(lengths), max(lengths)) if spec.recurrent else (1, sum(lengths))
         chunk = row_tokens if spec.recurrent else min(chunk, row_tokens)
         return PlanInput(
             blocks=block_shapes(spec, self.dtype),
-            buffers=whole_buffers(spec),
+            buffers=whole_buffers(spec, self.dtype),
             hidden_size=spec.hidden_size,
-            compute_bytes=item,
-            gradient_bytes=FP32,
+            compute_dtype=self.dtype,
             micro_batches=rows,
             rows=1,
             row_tokens=row_tokens,
@@ -102,7 +95,7 @@ class Query:
                 chunk,
                 row_tokens,
                 rows * row_tokens,
-                compute_bytes=item,
+                compute_bytes=DTYPE_BYTES[self.dtype],
                 device_type=self.device_type,
                 logits_bytes=self.logits_bytes(len(lengths) if continued else chunk),
             ),
@@ -216,7 +209,7 @@ def weights_bytes(plan: Plan) -> dict[str, int]:
     """Bytes of the weights on the gpu, in ram and on disk."""
     held = {"gpu": 0, "ram": 0, "disk": 0}
     for buffer in plan.buffers.values():
-        held["disk" if buffer.weights == "nvme" else buffer.weights] += buffer.numel * plan.problem.compute_bytes
+        held["disk" if buffer.weights == "nvme" else buffer.weights] += buffer.numel * buffer.weight_bytes
     return held
 
 

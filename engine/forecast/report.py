@@ -136,7 +136,7 @@ def _task_json(task: PlanRequest, machine: Machine, tokens_per_step: int) -> dic
 def _frozen_json(task: PlanRequest, plan: Plan) -> dict[str, Any]:
     """What is frozen, and what that saves: bytes of a parameter that is, and of one that is trained."""
     spec, p = task.spec, plan.problem
-    if not spec.frozen:
+    if spec.num_trained == spec.num_params:
         return {}
     trained = p.compute_bytes + p.gradient_bytes + len(p.state_kinds) * FP32
     params = spec.num_params - spec.num_trained

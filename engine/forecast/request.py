@@ -12,7 +12,6 @@ from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.least import MemoryTier, NoPlanError, helps, least, why_not
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
-    DTYPE_BYTES,
     block_shapes,
     learned,
     most_prompt_tokens,
@@ -22,13 +21,13 @@ from penstock.engine.forecast.problem import (
 from penstock.engine.forecast.search import SearchResult, search
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.machine.profile import Machine
-from penstock.engine.model.spec import ModelSpec, depths, layouts
+from penstock.engine.model.spec import ModelSpec, depths
 from penstock.engine.objectives.base import find_objective
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.groups import lr_factors
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import FP32, BufferShape, PlanInput, PlanOptions, SampleSpace
+from penstock.engine.plan.problem import DTYPE_BYTES, FP32, BufferShape, PlanInput, PlanOptions, SampleSpace
 from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.files.units import bytes_text
 from penstock.storage.offsite.location import mover_bytes
@@ -43,11 +42,12 @@ def buffer_shapes(spec: ModelSpec, recipe: Recipe) -> tuple[BufferShape, ...]:
     return tuple(
         BufferShape(
             name=name,
-            numel=layout.numel,
-            part_numel=layout.numel if whole else part_numel_even(layout.numel, part_bytes // FP32),
-            frozen=name in spec.frozen,
+            numel=buffer.layout.numel,
+            part_numel=buffer.layout.numel if whole else part_numel_even(buffer.layout.numel, part_bytes // FP32),
+            dtype=recipe.train.compute_dtype,
+            frozen=buffer.frozen,
         )
-        for name, layout in layouts(spec).items()
+        for name, buffer in spec.buffers.items()
     )
 
 
@@ -78,14 +78,14 @@ class PlanRequest:
         data, train, storage = recipe.data, recipe.train, recipe.storage
         buffers = buffer_shapes(spec, recipe)
         largest_file = ChunkFormat(max(buffer.part_numel for buffer in buffers) * FP32).file_bytes
-        optimizer, compute_bytes = find_optimizer(train), DTYPE_BYTES[train.compute_dtype]
+        optimizer = find_optimizer(train)
         tokens = data.sequence_length if spec.recurrent else chunk_tokens
         temporaries = temporaries_bytes(
             spec,
             tokens,
             train.micro_batch_size * data.sequence_length,
             train.global_batch_size * data.sequence_length,
-            compute_bytes=compute_bytes,
+            compute_bytes=DTYPE_BYTES[train.compute_dtype],
             device_type=self.device_type,
             deterministic=train.deterministic,
         )
@@ -96,8 +96,8 @@ class PlanRequest:
             ),
             buffers=buffers,
             hidden_size=spec.hidden_size,
-            compute_bytes=compute_bytes,
-            gradient_bytes=2 if train.gradient_dtype == "bfloat16" else 4,
+            compute_dtype=train.compute_dtype,
+            gradient_dtype=train.gradient_dtype,
             micro_batches=train.global_batch_size // train.micro_batch_size,
             rows=train.micro_batch_size,
             row_tokens=data.sequence_length,

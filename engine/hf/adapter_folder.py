@@ -63,7 +63,7 @@ def write_adapter(
     require_writable(out_dir)
     if any(out_dir.iterdir()):
         raise UserError(f"{out_dir}: the folder is not empty; name another, so that no file is replaced by mistake")
-    own = {b: params for b, params in spec.buffers.items() if all(adapters.is_adapter(p.name) for p in params)}
+    own = {n: b.params for n, b in spec.buffers.items() if all(adapters.is_adapter(p.name) for p in b.params)}
     tensors = [(peft_key(p.name), dtype, p.shape) for params in own.values() for p in params]
     with CheckpointWriter(out_dir, tensors, single=WEIGHTS_NAME) as writer:
         for buffer in own:
@@ -182,7 +182,7 @@ def open_start(folder: Path, spec: ModelSpec, model_path: str | None) -> Start:
             )
     said = _require_same_base(stored, model_path)
     reader = CheckpointReader(folder, single=WEIGHTS_NAME)
-    wanted = {peft_key(p.name): p for params in spec.buffers.values() for p in params if adapters.is_adapter(p.name)}
+    wanted = {peft_key(p.name): p for p in spec.params if adapters.is_adapter(p.name)}
     for key, (dtype, shape) in reader.tensors.items():
         if key not in wanted:
             raise UserError(

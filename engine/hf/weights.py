@@ -93,7 +93,7 @@ def _import_blocks(layout: CheckpointLayout, new_rows: NewRows | None) -> Iterat
     for block, buffers in buffers_of_blocks(spec).items():
         values = dict(layout.read_block(block))
         for buffer in buffers:
-            params = spec.buffers[buffer]
+            params = spec.buffers[buffer].params
             if all(is_adapter(param.name) for param in params):
                 continue
             for param in params:
@@ -156,12 +156,12 @@ class CheckpointLayout:
         """
         self.spec, self.reader = spec, reader
         model = skeleton.build(spec.config if stored is None else stored)
-        self._rows = {param.name: param.shape for params in spec.buffers.values() for param in params}
+        self._rows = {param.name: param.shape for param in spec.params}
         self.plan = ConversionPlan(model, reader)
         owner = {
-            param.name: block_of(buffer)
-            for buffer, params in spec.buffers.items()
-            for param in params
+            param.name: block_of(name)
+            for name, buffer in spec.buffers.items()
+            for param in buffer.params
             if not is_adapter(param.name)
         }
         named = {plain_name(name): name for name in (*owner, *spec.constants)}
@@ -350,8 +350,7 @@ class _Export:
         """As transformers saves a model that was made from its config."""
         model = skeleton.build(self.spec.config)
         empty = {name: tensor.to("meta") for name, tensor in constants.items()}
-        for params in self.spec.buffers.values():
-            empty |= {param.name: torch.empty(param.shape, dtype=dtype, device="meta") for param in params}
+        empty |= {p.name: torch.empty(p.shape, dtype=dtype, device="meta") for p in self.spec.params}
         saved = revert_weight_conversion(model, empty).items()
         tensors = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in saved]
 

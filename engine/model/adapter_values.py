@@ -50,7 +50,7 @@ class AdapterLayers:
         for block in self._spec.blocks:
             for buffer in block.buffers:
                 users[buffer] = users.get(buffer, 0) + 1
-        shared = {p.name for buffer, params in self._spec.buffers.items() if users[buffer] > 1 for p in params}
+        shared = {p.name for name, buffer in self._spec.buffers.items() if users[name] > 1 for p in buffer.params}
         for module, base in self.bases.items():
             if base in shared:
                 raise UserError(
@@ -117,7 +117,7 @@ def with_adapter(
     `start`, or drawn by `seed`, dora's magnitudes as lengths of the rows of the base as `dtype` holds it."""
     adapter = spec.adapter
     assert adapter is not None
-    waiting = {buffer: params for buffer, params in spec.buffers.items() if all(is_adapter(p.name) for p in params)}
+    waiting = {n: b.params for n, b in spec.buffers.items() if all(is_adapter(p.name) for p in b.params)}
     known = dict(start or {})
     measured = AdapterLayers(spec) if start is None and adapter.method == "dora" else None
     if start is None:

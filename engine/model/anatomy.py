@@ -23,9 +23,9 @@ from penstock.engine.model.router import own_coefficient
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import (
     EMBED,
-    FROZEN,
     HEAD,
     BlockSpec,
+    BufferSpec,
     ModelSpec,
     block_of,
     buffers_of_blocks,
@@ -89,7 +89,7 @@ def take_apart(
         if split_layers is not None and branches[i] is not None:
             block = f"{name}.{split_layers}"
             blocks.append(BlockSpec(block, split_layers, _own(block, buffers), (name,), branch_of=i))
-    lent = [b for b in _own(EMBED, buffers) if any(param.name in shared for param in buffers[b])]
+    lent = [b for b in _own(EMBED, buffers) if any(param.name in shared for param in buffers[b].params)]
     blocks.append(BlockSpec(HEAD, "head", (*_own(HEAD, buffers), *lent), (blocks[-1].name,)))
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     constants = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in parameters}
@@ -98,13 +98,12 @@ def take_apart(
         shapes = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
     of_layers = ([name for name in (trial.unread[i],) if name is not None] for i in stand_ins)
     unread = tuple(next(iter(_outside(names, branch)), None) for names, branch in zip(of_layers, branches, strict=True))
-    specs = [spec for params in buffers.values() for spec in params]
     spec = ModelSpec(
         config=copy.deepcopy(config),
         model_type=config.model_type,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        num_params=sum(math.prod(spec.shape) for spec in specs),
+        num_params=sum(param.numel for params in whole.values() for param in params),
         blocks=tuple(blocks),
         buffers=buffers,
         constants=constants,
@@ -130,7 +129,6 @@ def take_apart(
         counts_positions=tuple(trial.counts_positions[i] for i in stand_ins),
         branches=branches if split_layers is not None else (),
         sent=sent,
-        frozen=frozenset(name for name in buffers if name.endswith(FROZEN)),
         adapter=adapter,
         router_aux_loss=own_coefficient(config),
     )
@@ -158,7 +156,7 @@ def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
                 f"model.num_kv_heads: {shape.heads} query heads cannot share {shape.kv_heads} key and value heads; "
                 "give a divisor of model.num_heads"
             )
-    if recipe.model.added_tokens and spec.frozen:
+    if recipe.model.added_tokens:
         tables = skeleton.vocabulary_tables(skeleton.build(spec.config))
         for name in sorted(tables & spec.frozen_params):
             raise UserError(
@@ -250,7 +248,7 @@ class Initializer:
     def buffers(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """All flat buffers in order, of a model with an adapter only the base's; one is in memory at a time."""
         adapted = self._spec.adapter is not None
-        return ((b, self.values(b)) for b in self._spec.buffers if not adapted or b in self._spec.frozen)
+        return ((b, self.values(b)) for b in self._spec.buffers if not adapted or self._spec.buffers[b].frozen)
 
     def values(self, buffer: str) -> dict[str, Tensor]:
         """One flat buffer's parameters by name, the same whatever is frozen; of a model with an adapter the base's.
@@ -261,7 +259,7 @@ class Initializer:
         block = branches.get(block_of(buffer), block_of(buffer))
         names = [name for each in owned if branches.get(each, each) == block for name in owned[each]]
         digest = hashlib.sha256(f"{self._seed}/{block}".encode()).digest()
-        members = [param for name in names for param in self._spec.buffers[name]]
+        members = [param for name in names for param in self._spec.buffers[name].params]
         params = sorted((p for p in members if not is_adapter(p.name)), key=lambda param: param.name)
         sites = [self._sites[plain_name(param.name)][0] for param in params]
         on_meta = [module._parameters[key] for module, key in sites]
@@ -293,7 +291,7 @@ class Initializer:
                 raise UserError(
                     f"model type '{self._spec.model_type}': transformers does not initialise the parameter {name}"
                 )
-        return {param.name: values[param.name] for param in self._spec.buffers[buffer]}
+        return {param.name: values[param.name] for param in self._spec.buffers[buffer].params}
 
 
 def initial_constants(spec: ModelSpec) -> dict[str, Tensor]:
@@ -363,13 +361,13 @@ def _joined(
     return tuple(tuple(group) for group in result if len(group) > 1)
 
 
-def _split(whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str]) -> dict[str, tuple[ParamSpec, ...]]:
+def _split(whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str]) -> dict[str, BufferSpec]:
     """Block -> its parameters as the flat buffers of those that are trained and of those in `stays`."""
-    result: dict[str, tuple[ParamSpec, ...]] = {}
+    result: dict[str, BufferSpec] = {}
     for block, params in whole.items():
-        result[block] = tuple(param for param in params if param.name not in stays)
-        result[frozen(block)] = tuple(param for param in params if param.name in stays)
-    return {name: params for name, params in result.items() if params}
+        result[block] = BufferSpec(tuple(param for param in params if param.name not in stays))
+        result[frozen(block)] = BufferSpec(tuple(param for param in params if param.name in stays), frozen=True)
+    return {name: buffer for name, buffer in result.items() if buffer.params}
 
 
 def _outside(names: Sequence[str], branch: str | None) -> list[str]:
@@ -393,7 +391,7 @@ def _split_off(
     return result
 
 
-def _own(block: str, buffers: dict[str, tuple[ParamSpec, ...]]) -> tuple[str, ...]:
+def _own(block: str, buffers: dict[str, BufferSpec]) -> tuple[str, ...]:
     return tuple(name for name in (block, frozen(block)) if name in buffers)
 
 

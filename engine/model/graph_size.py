@@ -18,7 +18,6 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.layers import LayerInputs, LayerRunner
 from penstock.engine.model.skeleton import LayerCall, Skeleton
 from penstock.engine.model.spec import ModelSpec, graph_key
-from penstock.storage.tier.layout import FlatLayout
 
 _TOKENS = (64, 192)
 """Two lengths: what does not grow with the length (rotary constants, say) drops out."""
@@ -69,7 +68,7 @@ def _measure(spec: ModelSpec, dtype: torch.dtype, compiled: bool) -> tuple[int |
     for index in sorted(set(spec.structures)):
         weights: dict[str, Tensor] = {}
         for name in spec.layers[index].buffers:
-            flat = FlatLayout.build(spec.buffers[name])
+            flat = spec.buffers[name].layout
             weights |= flat.views(torch.empty(flat.numel, dtype=dtype, device=META))
         try:
             sizes = [_graph_bytes(spec, runner, index, weights, *of) for of in zip(_TOKENS, inputs, strict=True)]

@@ -54,7 +54,7 @@ class Training:
         for name, weights in self.by_name(self.weights).items():
             weights.copy_(parameters[name])
         # What is frozen has weights and nothing else.
-        sizes = {buffer: layout.numel for buffer, layout in self.layouts.items() if buffer not in spec.frozen}
+        sizes = {name: buffer.layout.numel for name, buffer in spec.trained.items()}
         self.state = {b: {kind: torch.zeros(numel) for kind in optimizer.state_kinds} for b, numel in sizes.items()}
         for name, master in self.by_name({b: kinds[MASTER] for b, kinds in self.state.items()}).items():
             master.copy_(parameters[name])
@@ -186,9 +186,8 @@ def _of_layer(runner: ModelRunner, layer: int, tensors: Tensors) -> dict[str, Te
 
 def _of_block(runner: ModelRunner, block: str, tensors: Tensors) -> dict[str, Tensor]:
     """Those in `tensors` that a block computes with: its own, and for a head that shares it the embedding."""
-    buffers = next(b.buffers for b in runner.spec.blocks if b.name == block)
-    names = (param.name for buffer in buffers for param in runner.spec.buffers[buffer])
-    return {name: tensors[name] for name in names if name in tensors}
+    params = runner.spec.params_of(next(b for b in runner.spec.blocks if b.name == block))
+    return {param.name: tensors[param.name] for param in params if param.name in tensors}
 
 
 def _sequences(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from penstock.engine.branches.base import Sent
@@ -38,6 +40,19 @@ class BlockSpec:
     """Of which decoder layer it computes a part that is a block of its own (engine/branches)."""
 
 
+@dataclass(frozen=True)
+class BufferSpec:
+    """Parameters that travel together, in one flat buffer."""
+
+    params: tuple[ParamSpec, ...]
+    frozen: bool = False
+    """Never trained: it has weights only, and no state, gradients or writes."""
+
+    @cached_property
+    def layout(self) -> FlatLayout:
+        return FlatLayout.build(self.params)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Attention of one layer. `window`: visible keys, the query's own included; None: all. With `chunk` a token sees
@@ -65,9 +80,9 @@ class ModelSpec:
     """Parameters, shared ones once."""
     blocks: tuple[BlockSpec, ...]
     """embed, layers.0, layers.1, ..., head."""
-    buffers: dict[str, tuple[ParamSpec, ...]]
-    """Parameters of each flat buffer by their state-dict names, block after block. A parameter that embedding and head
-    share is in a buffer of the embedding only; a block without parameters of a sort has no buffer of them."""
+    buffers: dict[str, BufferSpec]
+    """Block after block. A parameter that embedding and head share is in a buffer of the embedding only; a block
+    without parameters of a sort has no buffer of them."""
     constants: dict[str, tuple[int, ...]]
     """Persistent buffers and parameters that the model never trains (both part of the checkpoint), and their shapes."""
     experts: tuple[int, ...]
@@ -97,8 +112,6 @@ class ModelSpec:
     """Per layer: its module that is a block of its own (model/branches.py); nothing where no layer is split."""
     sent: tuple[Sent, ...] = ()
     """What a layer hands to such a module."""
-    frozen: frozenset[str] = frozenset()
-    """Buffers, `frozen(block)` each, that have weights only, in the compute dtype: no state, gradients or writes."""
     adapter: AdapterConfig | None = None
     """The adapter that is part of the model (engine/model/adapters.py) and of its parameters' names."""
     router_aux_loss: float = 0.0
@@ -108,12 +121,31 @@ class ModelSpec:
 
     @property
     def num_trained(self) -> int:
-        return sum(param.numel for name, params in self.buffers.items() if name not in self.frozen for param in params)
+        return sum(param.numel for buffer in self.trained.values() for param in buffer.params)
+
+    @property
+    def trained(self) -> dict[str, BufferSpec]:
+        """Of `buffers` those that are."""
+        return {name: buffer for name, buffer in self.buffers.items() if not buffer.frozen}
 
     @property
     def frozen_params(self) -> frozenset[str]:
         """Names of the parameters in frozen buffers."""
-        return frozenset(param.name for name in self.frozen for param in self.buffers[name])
+        return frozenset(param.name for buffer in self.buffers.values() if buffer.frozen for param in buffer.params)
+
+    @property
+    def params(self) -> Iterator[ParamSpec]:
+        """All parameters, shared ones once."""
+        return (param for buffer in self.buffers.values() for param in buffer.params)
+
+    def params_of(self, block: BlockSpec, *, trained: bool = False) -> list[ParamSpec]:
+        """The parameters that it computes with; those of them alone that are `trained`."""
+        buffers = [self.buffers[name] for name in block.buffers]
+        return [param for buffer in buffers if not (trained and buffer.frozen) for param in buffer.params]
+
+    def all_frozen(self) -> ModelSpec:
+        """The model with nothing to train."""
+        return replace(self, buffers={name: replace(each, frozen=True) for name, each in self.buffers.items()})
 
     @property
     def layers(self) -> tuple[BlockSpec, ...]:
@@ -122,7 +154,7 @@ class ModelSpec:
     @property
     def lowest_trained(self) -> int:
         """Index of the lowest block that computes with anything trained, where backward ends; their number if none."""
-        trained = (i for i, block in enumerate(self.blocks) if not self.frozen.issuperset(block.buffers))
+        trained = (i for i, block in enumerate(self.blocks) if not self.trained.keys().isdisjoint(block.buffers))
         return next(trained, len(self.blocks))
 
 
@@ -164,9 +196,8 @@ def depths(spec: ModelSpec) -> dict[str, int]:
     numbers = {block.name: layers - block.layer for block in spec.layers if block.layer is not None}
     numbers |= {block.name: layers - block.branch_of for block in spec.blocks if block.branch_of is not None}
     numbers |= {spec.blocks[0].name: layers + 1, spec.blocks[-1].name: 0}
-    trained = ((numbers[buffer], params) for buffer, params in spec.buffers.items() if buffer not in spec.frozen)
-    return {param.name: number for number, params in trained for param in params}
+    return {param.name: numbers[name] for name, buffer in spec.trained.items() for param in buffer.params}
 
 
 def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:
-    return {name: FlatLayout.build(params) for name, params in spec.buffers.items()}
+    return {name: buffer.layout for name, buffer in spec.buffers.items()}

@@ -59,7 +59,7 @@ class GpuPlacement(Saving):
         if self.streamed or self.group == 1 or p.continues_only:
             return 1
         (one,) = window_bytes(p, self.max_chunk, False, 1)["kv"]
-        largest = max(b.numel for b in p.buffers if self.pool[b.name] in LAYER_POOLS) * p.compute_bytes
+        largest = max(b.numel * b.weight_bytes for b in p.buffers if self.pool[b.name] in LAYER_POOLS)
         return 2 if one * SMALL_WINDOW <= largest else 1
 
     def slots(self) -> tuple[dict[Pool, int], dict[Pool, int], dict[Pool, int]]:
@@ -90,10 +90,11 @@ class GpuPlacement(Saving):
         p, resident = self.problem, self.resident
         weights, gradients, numel = self.slots()
         trained = sum(b.numel for b in p.buffers if b.name in resident and not b.frozen)
-        held = sum(b.numel for b in p.buffers if b.name in resident or b.name in self.weights)
+        held = sum(b.numel * b.weight_bytes for b in p.buffers if b.name in resident or b.name in self.weights)
+        item = {self.pool[b.name]: b.weight_bytes for b in p.buffers}
         parts = {
-            "resident blocks": held * p.compute_bytes + trained * (1 + len(p.state_kinds)) * FP32,
-            "weight slots": sum(weights[k] * aligned(numel[k] * p.compute_bytes) for k in POOLS),
+            "resident blocks": held + trained * (1 + len(p.state_kinds)) * FP32,
+            "weight slots": sum(weights[k] * aligned(numel[k] * item[k]) for k in POOLS if k in item),
             "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in POOLS),
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed, self.windows).values())),
             "activation slots": sum(map(sum, activation_slots(p, self.max_chunk).values())),

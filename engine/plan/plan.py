@@ -24,6 +24,7 @@ from penstock.engine.plan.problem import (
     SAMPLE_STAGES,
     UPDATE_PARTS,
     BlockShape,
+    BufferShape,
     PlanInput,
     PlanOptions,
     Pool,
@@ -38,12 +39,9 @@ Filled = Sequence[int | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BufferPlan:
-    """Where one flat buffer lives."""
+class BufferPlan(BufferShape):
+    """A flat buffer, and where it lives."""
 
-    name: str
-    numel: int
-    part_numel: int
     pool: Pool
     weights: Tier
     """On NVMe a frozen buffer's are those of the committed state, any other's are scratch."""
@@ -53,10 +51,6 @@ class BufferPlan:
     """Tier in which the complete gradient waits for the optimizer; None of a frozen buffer."""
     sums: Tier | None = None
     """Tier in which the float32 sum waits for the step's next group; None where there is one group, or it is frozen."""
-
-    @property
-    def frozen(self) -> bool:
-        return self.state is None
 
     @property
     def num_parts(self) -> int:
@@ -234,7 +228,7 @@ class Plan:
     def _item_bytes(self, buffer: BufferPlan) -> int:
         """Bytes of one parameter's weights and state, gradient excluded."""
         state = 0 if buffer.frozen else len(self.problem.state_kinds) * FP32
-        return self.problem.compute_bytes + state
+        return buffer.weight_bytes + state
 
     def to_json(self) -> dict[str, Any]:
         """The plan for people and files: tier of every kind of every buffer, slots, bytes per tier."""

@@ -6,7 +6,7 @@ Reads shapes and budgets only: no torch, no device, no file. Which choice is bes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from penstock.engine.plan.gpu import GpuPlacement, listing
 from penstock.engine.plan.plan import (
@@ -116,7 +116,7 @@ class _Planner(GpuPlacement):
         """Bytes that a kind takes in RAM, in whole pages. Where a gradient waits between groups, it does in float32."""
         p = self.problem
         gradient = FP32 if self.sums_tier(buffer) == "ram" else p.gradient_bytes
-        sizes = {"weights": p.compute_bytes, "gradient": gradient, "state": len(p.state_kinds) * FP32}
+        sizes = {"weights": buffer.weight_bytes, "gradient": gradient, "state": len(p.state_kinds) * FP32}
         return aligned(buffer.numel * sizes[kind])
 
     def fill_ram(self, placement: _RamPlacement, left: int) -> None:
@@ -231,9 +231,7 @@ class _Planner(GpuPlacement):
         for shape in p.buffers:
             kinds = on_gpu if shape.name in self.resident else weights_there | ram.tiers[shape.name]
             buffers[shape.name] = BufferPlan(
-                name=shape.name,
-                numel=shape.numel,
-                part_numel=shape.part_numel,
+                **asdict(shape),
                 pool=self.pool[shape.name],
                 weights=kinds["weights"],
                 state=None if shape.frozen else kinds["state"],
@@ -289,7 +287,7 @@ class _Planner(GpuPlacement):
             "state, two generations": 2 * generation,
             "kept generations": p.retained_generations * generation,
             **({"frozen weights": frozen} if (frozen := frozen_bytes(p)) else {}),
-            "weights": sum(_file_bytes(b, p.compute_bytes) for b in weights),
+            "weights": sum(_file_bytes(b, b.weight_bytes) for b in weights),
             "gradients": sum(_file_bytes(b, p.gradient_bytes) for b in buffers.values() if b.gradient == "nvme"),
             "spilled activations": sum(self.saved_bytes(*key) for key in spilled),
         }
@@ -312,10 +310,10 @@ def generation_bytes(problem: PlanInput) -> int:
 
 def frozen_bytes(problem: PlanInput) -> int:
     """Bytes on disk of the frozen weights, which all generations share."""
-    return sum(_file_bytes(b, problem.compute_bytes) for b in problem.buffers if b.frozen)
+    return sum(_file_bytes(b, b.weight_bytes) for b in problem.buffers if b.frozen)
 
 
-def _file_bytes(buffer: BufferShape | BufferPlan, item_bytes: int) -> int:
+def _file_bytes(buffer: BufferShape, item_bytes: int) -> int:
     return -(-buffer.numel // buffer.part_numel) * ChunkFormat(buffer.part_numel * item_bytes).file_bytes
 
 

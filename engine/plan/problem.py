@@ -34,6 +34,7 @@ for when all else has been placed; or, before anything else is, a quarter, half,
 spread, as a link may be slower than forward."""
 
 FP32 = 4
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAST_GOOD = "last good generation"
 """Part of the NVMe tier that is there where the disk has room for it."""
 ALIGNMENT = 4096
@@ -67,8 +68,15 @@ class BufferShape:
     """Elements, padding included."""
     part_numel: int
     """Elements of one part (chunk file); the last part may be shorter."""
+    dtype: str
+    """Of its weights as they are stored, moved and computed with; all state is float32."""
     frozen: bool = False
     """Never trained: weights only, written once."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one element of the weights."""
+        return DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,10 +162,10 @@ class PlanInput:
     """embed, the decoder layers in order, head."""
     buffers: tuple[BufferShape, ...]
     hidden_size: int
-    compute_bytes: int
-    """Bytes of one element in the compute dtype: 2 for bfloat16, 4 for float32."""
-    gradient_bytes: int
-    """Bytes of one element of a waiting gradient."""
+    compute_dtype: str
+    """Of activations."""
+    gradient_dtype: str = "float32"
+    """Of a waiting gradient."""
     micro_batches: int
     rows: int
     """Sequences laid end to end in one micro-batch."""
@@ -197,6 +205,15 @@ class PlanInput:
     """Backward needs what all of the step's forward finds, so that all micro-batches are one group."""
 
     @property
+    def compute_bytes(self) -> int:
+        """Of one element of activations."""
+        return DTYPE_BYTES[self.compute_dtype]
+
+    @property
+    def gradient_bytes(self) -> int:
+        return DTYPE_BYTES[self.gradient_dtype]
+
+    @property
     def trains(self) -> bool:
         """Whether there is anything to train; else the model is only queried."""
         return not all(buffer.frozen for buffer in self.buffers)
@@ -209,8 +226,8 @@ class PlanInput:
     @property
     def part_stage_bytes(self) -> int:
         """Bytes that a part of any kind fits; of frozen buffers where the device does not read itself."""
-        sizes = {False: FP32, True: 0 if self.device_reads else self.compute_bytes}
-        return max(buffer.part_numel * sizes[buffer.frozen] for buffer in self.buffers)
+        reads = 0 if self.device_reads else 1
+        return max(b.part_numel * (reads * b.weight_bytes if b.frozen else FP32) for b in self.buffers)
 
     @property
     def continues_only(self) -> bool:

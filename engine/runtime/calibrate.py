@@ -26,7 +26,7 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
-from penstock.engine.plan.problem import ALIGNMENT, FP32, POOLS
+from penstock.engine.plan.problem import ALIGNMENT, POOLS
 from penstock.engine.runtime.batch import BatchCarrier
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.executor import Executor
@@ -111,7 +111,7 @@ def _compute_ops(
     """Kind of op -> what was measured of it, and first layer of a kind -> bytes a token that a saved graph takes."""
     runner, documents = compute.runner, [m.documents for m in batch]
     device = runner.device
-    gpu = allocate_gpu(plan, device, runner.dtype)
+    gpu = allocate_gpu(plan, device)
     _fill(gpu, runner.dtype)
     samples: dict[str, list[Sample]] = {}
     graphs: dict[str, int] = {}
@@ -267,7 +267,7 @@ def _update_rate(plan: Plan, compute: Compute, train: TrainConfig) -> float:
     """Parameters that the optimizer updates per second in RAM."""
     numel, optimizer = min(plan.problem.state_part_numel, UPDATE_NUMEL), compute.optimizer
     state = {kind: torch.full((numel,), 1e-3, dtype=torch.float32) for kind in plan.problem.state_kinds}
-    gradient = torch.full((numel,), 1e-3).to(torch.float32 if plan.problem.gradient_bytes == FP32 else torch.bfloat16)
+    gradient = torch.full((numel,), 1e-3).to(getattr(torch, plan.problem.gradient_dtype))
     weights, cpu = torch.empty(numel, dtype=compute.runner.dtype), torch.device("cpu")
     values = optimizer.scalars(train, train.lr, 1, 1.0, cpu)
     halves = (ParamSpec("decayed", (numel // 2,), True), ParamSpec("other", (numel - numel // 2,), False))

@@ -59,7 +59,7 @@ class GpuMemory:
     arena: DeviceArena
     buffers: dict[str, Resident] = field(default_factory=dict)
     weights: dict[Pool, list[Tensor]] = field(default_factory=dict)
-    """Weight slots, compute dtype [numel of the pool's largest buffer]."""
+    """Weight slots [numel of the pool's largest buffer]."""
     gradients: dict[Pool, list[Tensor]] = field(default_factory=dict)
     """Gradient slots, float32."""
     slots: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -100,19 +100,16 @@ class RamMemory:
     """One saved activation on its way to or from NVMe, uint8."""
 
 
-def _dtypes(
-    plan: Plan, buffer: BufferPlan, tier: Tier, weights: torch.dtype, gradient: torch.dtype
-) -> dict[str, torch.dtype]:
+def _dtypes(plan: Plan, buffer: BufferPlan, tier: Tier) -> dict[str, torch.dtype]:
     """Kind -> dtype of what lives on `tier` of a buffer."""
-    result = {"weights": weights} if buffer.weights == tier else {}
+    result = {"weights": getattr(torch, buffer.dtype)} if buffer.weights == tier else {}
     if tier in (buffer.gradient, buffer.sums):
-        result["gradient"] = torch.float32 if buffer.sums == tier else gradient
+        in_sum = tier == "gpu" or buffer.sums == tier
+        result["gradient"] = torch.float32 if in_sum else getattr(torch, plan.problem.gradient_dtype)
     return result | (dict.fromkeys(plan.problem.state_kinds, torch.float32) if buffer.state == tier else {})
 
 
-def allocate_gpu(
-    plan: Plan, device: torch.device, compute_dtype: torch.dtype, weights: dict[str, Tensor] | None = None
-) -> GpuMemory:
+def allocate_gpu(plan: Plan, device: torch.device, weights: dict[str, Tensor] | None = None) -> GpuMemory:
     """Carve the compute device's memory, without temporaries. `weights`: of buffers that have theirs there already."""
     problem = plan.problem
     parts = plan.tiers["gpu"].parts
@@ -122,14 +119,15 @@ def allocate_gpu(
         return gpu.arena.slot(numel * dtype.itemsize).view(dtype)
 
     for buffer in plan.buffers.values():
-        dtypes = _dtypes(plan, buffer, "gpu", compute_dtype, torch.float32)
+        dtypes = _dtypes(plan, buffer, "gpu")
         if weights and buffer.name in weights:
             gpu.buffers[buffer.name] = {"weights": weights[buffer.name]}
             continue
         gpu.buffers[buffer.name] = {kind: typed(buffer.numel, dtype) for kind, dtype in dtypes.items()}
+    of_pool = {buffer.pool: getattr(torch, buffer.dtype) for buffer in plan.buffers.values()}
     for pool in POOLS:
         numel = plan.weight_slot_numel[pool]
-        gpu.weights[pool] = [typed(numel, compute_dtype) for _ in range(plan.weight_slots[pool])]
+        gpu.weights[pool] = [typed(numel, of_pool[pool]) for _ in range(plan.weight_slots[pool])]
         gpu.gradients[pool] = [typed(numel, torch.float32) for _ in range(plan.gradient_slots[pool])]
     sizes = window_bytes(problem, plan.max_chunk_tokens, plan.streamed, plan.windows)
     gpu.window = {name: [gpu.arena.slot(nbytes) for nbytes in each] for name, each in sizes.items()}
@@ -150,9 +148,9 @@ def allocate_gpu(
     return gpu
 
 
-def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torch.dtype) -> RamMemory:
+def allocate_ram(plan: Plan) -> RamMemory:
     """Carve the host arena, unpinned; what it does not hold of a buffer lives on another tier."""
-    problem, tier = plan.problem, plan.tiers["ram"]
+    problem, tier, gradient_dtype = plan.problem, plan.tiers["ram"], getattr(torch, plan.problem.gradient_dtype)
     capacity = max(ALIGNMENT, tier.peak_bytes - problem.beside_bytes)  # a model that is queried may need none
     ram = RamMemory(HostArena(capacity, budget_bytes=max(capacity, tier.budget_bytes)))
 
@@ -160,7 +158,7 @@ def allocate_ram(plan: Plan, *, compute_dtype: torch.dtype, gradient_dtype: torc
         return ram.arena.slot(name, numel * dtype.itemsize).view(dtype)
 
     for buffer in plan.buffers.values():
-        name, dtypes = buffer.name, _dtypes(plan, buffer, "ram", compute_dtype, gradient_dtype)
+        name, dtypes = buffer.name, _dtypes(plan, buffer, "ram")
         ram.buffers[name] = {kind: typed(f"{name}.{kind}", buffer.numel, dtype) for kind, dtype in dtypes.items()}
         if buffer.sums == "ram":
             # What is complete takes the place of what was summed so far.

@@ -148,7 +148,7 @@ class AdapterSource(FolderSource):
         return gather([])
 
     def _is_adapter(self, buffer: str) -> bool:
-        return all(is_adapter(param.name) for param in self.spec.buffers[buffer])
+        return all(is_adapter(param.name) for param in self.spec.buffers[buffer].params)
 
 
 class RunSource:

@@ -31,29 +31,28 @@ _PARTS_AT_ONCE = 8
 def state_arrays(plan: Plan) -> list[ArraySpec]:
     """What a generation holds: every kind of state of every buffer, from which compute weights are made again; of a
     frozen one the weights, which all generations share."""
-    return arrays_of(plan.buffers.values(), plan.problem.compute_bytes, plan.problem.state_kinds)
+    return arrays_of(plan.buffers.values(), plan.problem.state_kinds)
 
 
-def arrays_of(buffers: Iterable[BufferShape | BufferPlan], compute_bytes: int, kinds: Sequence[str]) -> list[ArraySpec]:
+def arrays_of(buffers: Iterable[BufferShape], kinds: Sequence[str]) -> list[ArraySpec]:
     """`state_arrays` of any plan with such `buffers` and `kinds` of state."""
     arrays = []
     for b in buffers:
         if b.frozen:
-            dtype = {2: "bfloat16", 4: "float32"}[compute_bytes]
-            arrays.append(ArraySpec(b.name, WEIGHTS, b.numel, dtype, b.part_numel, fixed=True))
+            arrays.append(ArraySpec(b.name, WEIGHTS, b.numel, b.dtype, b.part_numel, fixed=True))
         else:
             arrays += [ArraySpec(b.name, kind, b.numel, "float32", b.part_numel) for kind in kinds]
     return arrays
 
 
-def scratch_arrays(plan: Plan, compute_dtype: str, gradient_dtype: str) -> list[ArraySpec]:
+def scratch_arrays(plan: Plan) -> list[ArraySpec]:
     """What lives on NVMe only while a run runs: compute weights and waiting gradients that the plan placed there."""
     arrays = []
-    for buffer in plan.buffers.values():
-        if buffer.weights == "nvme" and not buffer.frozen:
-            arrays.append(ArraySpec(buffer.name, WEIGHTS, buffer.numel, compute_dtype, buffer.part_numel))
-        if buffer.gradient == "nvme":
-            arrays.append(ArraySpec(buffer.name, "gradient", buffer.numel, gradient_dtype, buffer.part_numel))
+    for b in plan.buffers.values():
+        if b.weights == "nvme" and not b.frozen:
+            arrays.append(ArraySpec(b.name, WEIGHTS, b.numel, b.dtype, b.part_numel))
+        if b.gradient == "nvme":
+            arrays.append(ArraySpec(b.name, "gradient", b.numel, plan.problem.gradient_dtype, b.part_numel))
     return arrays
 
 
@@ -94,12 +93,11 @@ def load_memory(
     plan: Plan,
     gpu: GpuMemory,
     ram: RamMemory,
-    compute_dtype: torch.dtype,
     there: Container[str] = (),
 ) -> None:
     """Bring the committed generation to where the plan wants it: resident state, and weights on every tier. What lives
     in RAM is read there; the rest passes through the plan's part stages. `there`: buffers that are there already."""
-    loading = _Loading(cast(NvmeStore, store), plan, gpu, ram, compute_dtype)
+    loading = _Loading(cast(NvmeStore, store), plan, gpu, ram)
     buffers = [buffer for buffer in plan.buffers.values() if buffer.name not in there]
     total, requested = sum(buffer.numel for buffer in buffers), 0
     for buffer in buffers:
@@ -119,14 +117,13 @@ def load_memory(
 class _Loading:
     """Reads under way, oldest first, with what is done with each once it is there."""
 
-    def __init__(
-        self, store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory, compute_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, store: NvmeStore, plan: Plan, gpu: GpuMemory, ram: RamMemory) -> None:
         self._store, self._gpu, self._ram = store, gpu, ram
         self._device, self._kinds = gpu.arena.device, plan.problem.state_kinds
-        self._dtype, self._stages = compute_dtype, ram.part_stages
+        self._stages = ram.part_stages
+        part_bytes = max((b.part_numel * b.weight_bytes for b in plan.buffers.values() if not b.frozen), default=0)
+        self._rounded = empty_aligned(part_bytes, torch.uint8)
         self._turn = itertools.cycle(self._stages)
-        self._rounded = empty_aligned(plan.problem.state_part_numel, compute_dtype)
         self._device_reads = plan.problem.device_reads
         self._reading: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
 
@@ -163,7 +160,7 @@ class _Loading:
         if buffer.weights == "ram" or self._device_reads:
             self._read(buffer, part, {WEIGHTS: target}, lambda: None, _PARTS_AT_ONCE)
             return
-        rows = self._stage(end - start, self._dtype)
+        rows = self._stage(end - start, getattr(torch, buffer.dtype))
 
         def then() -> None:
             target.copy_(rows, non_blocking=True)
@@ -201,8 +198,8 @@ class _Loading:
         if "weights" in resident:
             resident["weights"][start:end].copy_(master, non_blocking=True)
         else:
-            rounded = self._rounded[: end - start].copy_(master)
-            self._store.write(buffer.name, "weights", part, rounded).result()
+            rounded = self._rounded[: (end - start) * buffer.weight_bytes].view(getattr(torch, buffer.dtype))
+            self._store.write(buffer.name, "weights", part, rounded.copy_(master)).result()
 
 
 def read_parameters(store: NvmeStore, name: str, layout: FlatLayout) -> dict[str, Tensor]:

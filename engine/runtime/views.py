@@ -51,7 +51,7 @@ class Views:
     def __init__(self, plan: Plan, runner: ModelRunner, gpu: GpuMemory, ram: RamMemory) -> None:
         self.plan, self.layouts, self.runner, self.gpu, self.ram = plan, layouts(runner.spec), runner, gpu, ram
         self.device, self.dtype = runner.device, runner.dtype
-        self.gradient_dtype = torch.float32 if plan.problem.gradient_bytes == 4 else torch.bfloat16
+        self.gradient_dtype: torch.dtype = getattr(torch, plan.problem.gradient_dtype)
         self._blocks = {block.name: (i, block) for i, block in enumerate(plan.blocks)}
         self.steps: dict[int, StepData] = {}
         self.evaluated: dict[int, EvaluationData] = {}

@@ -140,7 +140,7 @@ class StateSchedule:
                 self._weights[buffer.pool].release(self.weight_slot[name], keep=True)
 
     def _loads(self, buffer: BufferPlan, slot: int, turns: int) -> list[Load]:
-        name, item = buffer.name, self._plan.problem.compute_bytes
+        name, item = buffer.name, buffer.weight_bytes
         if buffer.weights == "ram":
             source, target = r.resource(r.RAM_WEIGHTS, name), r.resource(r.GPU_WEIGHTS, buffer.pool, slot)
             return self._pieces(a.LOAD_WEIGHTS, buffer, slot, source, target, item, turns)
@@ -153,8 +153,8 @@ class StateSchedule:
     def _load_part(self, buffer: BufferPlan, slot: int, part: int) -> None:
         """A part of weights on NVMe to its slot."""
         file, target = r.resource(r.NVME_WEIGHTS, buffer.name, part), r.resource(r.GPU_WEIGHTS, buffer.pool, slot)
-        item, slots = self._plan.problem.compute_bytes, {buffer.name: slot}
-        self._through_stage(a.READ_WEIGHTS, a.LOAD_WEIGHTS_PART, buffer, part, file, target, slots, item)
+        slots = {buffer.name: slot}
+        self._through_stage(a.READ_WEIGHTS, a.LOAD_WEIGHTS_PART, buffer, part, file, target, slots, buffer.weight_bytes)
 
     # ------------------------------------------------------------------ gradients
 
@@ -298,7 +298,7 @@ class StateSchedule:
                 a.WRITE_STATE, buffer, part, [*staged, r.resource(r.GENERATION)], [file], slots, self._state_bytes, step
             )
         if a.WEIGHTS_STAGE in slots:  # of resident state new weights are made where they stay
-            stage, item = slots[a.WEIGHTS_STAGE], self._plan.problem.compute_bytes
+            stage, item = slots[a.WEIGHTS_STAGE], buffer.weight_bytes
             made: list[Resource] = [r.resource(r.RAM_PART_STAGE, stage)]
             if buffer.weights == "nvme":
                 file = r.resource(r.NVME_WEIGHTS, name, part)

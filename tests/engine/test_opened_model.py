@@ -275,7 +275,7 @@ def spec() -> ModelSpec:
 
 def query(spec: ModelSpec, machine_name: str) -> Query:
     budgets = machine_budgets(BudgetConfig(), find_machine(machine_name))
-    return Query(Query.frozen(spec), "bfloat16", "cuda", budgets.gpu, budgets.ram)
+    return Query(spec.all_frozen(), "bfloat16", "cuda", budgets.gpu, budgets.ram)
 
 
 def ask(spec: ModelSpec, machine_name: str, prompts: int, length: int) -> Estimate:

@@ -174,20 +174,20 @@ def documents_of(vocabulary: int, *lengths: int) -> list[torch.Tensor]:
 def test_buffers_are_split_by_what_is_frozen(tied: bool) -> None:
     config = small("llama", tie_word_embeddings=tied)
     whole, spec = take_apart(config), take_apart(config, HALVES)
-    names = [{param.name for params in of.buffers.values() for param in params} for of in (whole, spec)]
+    names = [{param.name for param in of.params} for of in (whole, spec)]
     assert names[0] == names[1]
     blocks = {block.name: block.buffers for block in spec.blocks}
     assert blocks["embed"] == ("embed.frozen",)
     assert blocks["layers.0"] == ("layers.0.frozen",)
     assert blocks["layers.1"] == ("layers.1", "layers.1.frozen")
     assert blocks["head"] == (("head.frozen", "embed.frozen") if tied else ("head", "head.frozen"))
-    assert spec.frozen == {name for name in spec.buffers if name.endswith(".frozen")}
-    assert all("mlp" in param.name for param in spec.buffers["layers.1.frozen"])
-    assert not any("mlp" in param.name for param in spec.buffers["layers.1"])
+    assert all(buffer.frozen == name.endswith(".frozen") for name, buffer in spec.buffers.items())
+    assert all("mlp" in param.name for param in spec.buffers["layers.1.frozen"].params)
+    assert not any("mlp" in param.name for param in spec.buffers["layers.1"].params)
     assert (spec.structures, spec.lowest_trained) == ((0, 1), 2)
-    assert (whole.lowest_trained, whole.frozen, whole.num_trained) == (0, frozenset(), whole.num_params)
+    assert (whole.lowest_trained, whole.frozen_params, whole.num_trained) == (0, frozenset(), whole.num_params)
     assert spec.num_params == whole.num_params
-    assert spec.num_trained == sum(p.numel for n, ps in spec.buffers.items() if n not in spec.frozen for p in ps)
+    assert spec.num_trained == sum(p.numel for p in spec.params if p.name not in spec.frozen_params)
 
 
 def test_what_is_initialised_does_not_depend_on_what_is_frozen() -> None:
@@ -261,8 +261,8 @@ def test_gradients_are_those_of_plain_peft(model_type: str, method: str, compile
     assert all(gradient is not None and gradient.any() for gradient in expected.values())
 
     spec = take_apart(shape, adapter=adapter)
-    assert {p.name for params in spec.buffers.values() for p in params} == values.keys()
-    assert {p.name for b, params in spec.buffers.items() if b not in spec.frozen for p in params} == expected.keys()
+    assert {p.name for p in spec.params} == values.keys()
+    assert {p.name for buffer in spec.trained.values() for p in buffer.params} == expected.keys()
     runner = ModelRunner(spec, device="cpu", dtype=torch.float32, compile=compile)
     weights = in_buffers(spec, {name: parameter.detach() for name, parameter in values.items()})
     gradients = in_buffers(spec, {name: torch.zeros_like(weights[name]) for name in expected})
@@ -288,7 +288,7 @@ def test_new_adapters_begin_as_pefts_do() -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     logits = model(input_ids=ids[None]).logits
     spec = take_apart(shape, adapter=adapter)
-    blocks = [(name, {p.name: before[plain_name(p.name)] for p in spec.buffers[name]}) for name in spec.frozen]
+    blocks = [(n, {p.name: before[plain_name(p.name)] for p in b.params}) for n, b in spec.buffers.items() if b.frozen]
     values, again, other = (
         {n: v for _, of in with_adapter(spec, blocks, seed=seed, dtype=torch.float32) for n, v in of.items()}
         for seed in (1, 1, 2)
@@ -418,7 +418,7 @@ def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None
         assert name != "joined, recomputed" or len(plan.recomputed) == 2
         assert case.model is not WIDE or all(len(groups) == 2 for groups in spec.joined)
         held = {array.buffer for array in session.store.arrays() if array.kind == MASTER}
-        assert held == spec.buffers.keys() - spec.frozen
+        assert held == spec.trained.keys()
         training, expected = reference(session, 2)
         tiny.delay(session, random.Random(name))
         steps = tiny.steps(session, 2)
@@ -430,7 +430,7 @@ def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None
     masters = training.by_name({buffer: kinds[MASTER] for buffer, kinds in training.state.items()})
     stays = {name: weight.float() for name, weight in training.by_name(training.weights).items()}
     assert weights.keys() == stays.keys() >= masters.keys()
-    assert (masters.keys() < stays.keys()) == bool(spec.frozen)
+    assert (masters.keys() < stays.keys()) == bool(spec.frozen_params)
     for parameter, weight in weights.items():
         assert torch.equal(weight, masters.get(parameter, stays[parameter])), parameter
 

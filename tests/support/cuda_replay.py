@@ -406,10 +406,9 @@ class Replay:
         self._left_out = set(names[half:-half])
         self.plan, self.spec, train = shapes.plan, shapes.spec, shapes.train
         self.cuda, self.watch = cuda, cuda.watch
-        dtype = compute_dtype(train)
         self._streams = {lane: SimpleNamespace(name=lane) for lane in sorted(STREAMS)}
         cuda.misalign()
-        self.gpu: GpuMemory = allocate_gpu(self.plan, DEVICE, dtype)
+        self.gpu: GpuMemory = allocate_gpu(self.plan, DEVICE)
         self.slot_bytes = cuda.live_bytes()
         self.ram: RamMemory = carve(cuda, self.plan, train)
         self._carrier = BatchCarrier(self.plan.chunks, DEVICE)
@@ -533,8 +532,7 @@ def carve(cuda: Pretended, plan: Plan, train: TrainConfig) -> RamMemory:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostArena, "slot", slot)
         patch.setattr("penstock.storage.tier.arena._page_in", lambda address, nbytes: None)
-        gradient_dtype = torch.bfloat16 if train.gradient_dtype == "bfloat16" else torch.float32
-        ram = allocate_ram(plan, compute_dtype=compute_dtype(train), gradient_dtype=gradient_dtype)
+        ram = allocate_ram(plan)
         cuda.arena(ram.arena._bytes.data_ptr(), ram.arena.capacity_bytes)
         ram.arena.pin(cuda.watch)
     for address, nbytes in slots:

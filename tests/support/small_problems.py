@@ -28,7 +28,7 @@ TIERS = {"gpu": "gpu_budget", "ram": "ram_budget", "nvme": "nvme_budget"}
 
 SIZES: dict[str, Any] = {"micro_batches": 2, "rows": 1, "row_tokens": 256, "chunk_tokens": 64, "chunk_per_row": False}
 SIZES |= {"gpu_budget": 10**9, "ram_budget": 10**9, "activation_checkpointing": "selective", "kv_window": "whole"}
-SIZES |= {"hidden_size": HIDDEN, "compute_bytes": 2, "gradient_bytes": 4, "workspace_bytes": 1000}
+SIZES |= {"hidden_size": HIDDEN, "compute_dtype": "bfloat16", "workspace_bytes": 1000}
 """Fields of PlanInput that `problem` is given others of."""
 
 
@@ -115,7 +115,7 @@ def _freeze(
         trained = 0 if name in wholly else 2048 if name in partly else size
         split[name] = {n: s for n, s in ((name, trained), (f"{name}.frozen", stays)) if s}
     buffers = [
-        BufferShape(name=n, numel=s, part_numel=min(s, 4096), frozen=n.endswith(".frozen"))
+        BufferShape(name=n, numel=s, part_numel=min(s, 4096), dtype="bfloat16", frozen=n.endswith(".frozen"))
         for found in split.values()
         for n, s in found.items()
     ]

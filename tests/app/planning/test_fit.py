@@ -43,7 +43,7 @@ def test_shapes_are_the_published_ones() -> None:
         assert model.spec.num_params / 1e9 == pytest.approx(billions, abs=6e-4), name
         assert (model.spec.hidden_size, len(model.spec.attention)) == (model.shape.hidden_size, model.shape.num_layers)
         assert model.spec.vocab_size == model.shape.vocab_size
-        assert sum(param.numel for params in model.spec.buffers.values() for param in params) == model.spec.num_params
+        assert sum(param.numel for param in model.spec.params) == model.spec.num_params
 
 
 @pytest.mark.long

@@ -78,7 +78,7 @@ def round_trip(folder: Path, scratch: Path, spec: ModelSpec | None = None) -> Pa
     spec = spec or spec_of(folder)
     reader = CheckpointReader(folder)
     buffers = dict(import_blocks(CheckpointLayout(spec, reader)))
-    for buffer, params in spec.buffers.items():
+    for buffer, params in ((name, each.params) for name, each in spec.buffers.items()):
         assert set(buffers[buffer]) == {param.name for param in params}
         assert all(buffers[buffer][param.name].dtype == torch.float32 for param in params)
     assert set(CheckpointLayout(spec, reader).read_constants()) == set(spec.constants)
@@ -137,8 +137,8 @@ def test_import_holds_one_buffer_at_a_time(tmp_path, monkeypatch):
     for _, tensors in import_blocks(CheckpointLayout(spec, reader)):
         del tensors
     assert len(names) == len(reader.tensors)
-    largest = max(sum(param.numel for param in params) for params in spec.buffers.values()) * dtype.itemsize
-    assert peak <= 2 * largest < sum(p.numel for ps in spec.buffers.values() for p in ps) * dtype.itemsize / 3
+    largest = max(sum(param.numel for param in buffer.params) for buffer in spec.buffers.values()) * dtype.itemsize
+    assert peak <= 2 * largest < spec.num_params * dtype.itemsize / 3
 
 
 @pytest.mark.parametrize("head", ["absent", "present", "alone"])
@@ -236,7 +236,7 @@ def test_model_from_scratch_exports_as_transformers_saves_it(tmp_path, model_typ
     out = tmp_path / "export"
 
     def read_buffer(buffer: str) -> dict[str, torch.Tensor]:
-        return {param.name: state[param.name] for param in spec.buffers[buffer]}
+        return {param.name: state[param.name] for param in spec.buffers[buffer].params}
 
     export_folder(out, spec, read_buffer, constants={}, origin=None, **of_tokenizer, dtype=str(dtype)[6:])
     model.to(dtype).save_pretrained(tmp_path / "reference")

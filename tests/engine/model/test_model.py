@@ -109,24 +109,27 @@ def test_qwen3_blocks_and_buffers() -> None:
     spec = take_apart(qwen3())
     assert [block.name for block in spec.blocks] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
     assert spec.blocks[-1] == BlockSpec("head", "head", ("head",), (spec.blocks[-2].name,))
-    assert [p.name for p in spec.buffers["embed"]] == ["model.embed_tokens.weight"]
-    assert {p.name: p.decay for p in spec.buffers["head"]} == {"model.norm.weight": False, "lm_head.weight": True}
+    assert [p.name for p in spec.buffers["embed"].params] == ["model.embed_tokens.weight"]
+    assert {p.name: p.decay for p in spec.buffers["head"].params} == {
+        "model.norm.weight": False,
+        "lm_head.weight": True,
+    }
     assert spec.structures == (0, 0, 0)
     shape = spec.attention[2]
     assert (shape.heads, shape.kv_heads, shape.qk_dim, shape.v_dim, shape.window) == (4, 2, 24, 24, None)
     assert not spec.recurrent
     assert not spec.length_dependent_rotary
     model = AutoModelForCausalLM.from_config(qwen3())
-    shapes = {p.name: p.shape for params in spec.buffers.values() for p in params}
+    shapes = {p.name: p.shape for p in spec.params}
     assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert spec.num_params == sum(p.numel() for p in model.parameters())
     tied = take_apart(qwen3(tie_word_embeddings=True))
     assert tied.blocks[-1].buffers == ("head", "embed")
-    assert [p.name for p in tied.buffers["head"]] == ["model.norm.weight"]
+    assert [p.name for p in tied.buffers["head"].params] == ["model.norm.weight"]
     # Learned positions belong to the embedding.
     gpt2 = take_apart(GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=211, **NO_DROPOUT))
-    assert {p.name for p in gpt2.buffers["embed"]} == {"transformer.wte.weight", "transformer.wpe.weight"}
-    assert {p.name for p in gpt2.buffers["head"]} == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
+    assert {p.name for p in gpt2.buffers["embed"].params} == {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert {p.name for p in gpt2.buffers["head"].params} == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
 
 
 def test_windows_chunks_wide_heads_and_state_are_read_from_the_layers() -> None:
@@ -151,7 +154,7 @@ def test_initial_constants_are_the_models_own(model_type: str) -> None:
     spec, model = take_apart(config), AutoModelForCausalLM.from_config(config)
     constants = initial_constants(spec)
     assert constants.keys() == spec.constants.keys()
-    assert constants.keys().isdisjoint(param.name for params in spec.buffers.values() for param in params)
+    assert constants.keys().isdisjoint(param.name for param in spec.params)
     expected = {n: t for n, t in [*model.named_buffers(), *model.named_parameters()] if n in constants}
     assert len(constants) == len(expected) == 1
     assert all(torch.equal(constants[name], expected[name]) for name in constants)
@@ -186,7 +189,7 @@ def test_norms_and_biases_are_never_decayed_and_matrices_are(model_types: list[s
     """As by Hugging Face's Trainer, which goes by names, but for vectors: it decays those that are none of both."""
     seen = 0
     for model_type, config, spec in small_models(model_types):
-        params = [param for params in spec.buffers.values() for param in params]
+        params = list(spec.params)
         model = AutoModelForCausalLM.from_config(config)
         theirs = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
         matrices = {param.name for param in params if len(param.shape) > 1}
@@ -247,7 +250,9 @@ def test_initialisation_is_the_models_own_and_repeats() -> None:
     initializer.values("embed")
     for again in (initializer.values("layers.1"), Initializer(spec, seed=3).values("layers.1")):
         assert all(torch.equal(first[name], again[name]) for name in first)
-    assert {name: tuple(t.shape) for name, t in first.items()} == {p.name: p.shape for p in spec.buffers["layers.1"]}
+    assert {name: tuple(t.shape) for name, t in first.items()} == {
+        p.name: p.shape for p in spec.buffers["layers.1"].params
+    }
     assert all(t.dtype == torch.float32 for t in first.values())
     weight = first["model.layers.1.mlp.up_proj.weight"]
     assert abs(weight.std() - 0.03) < 0.002
@@ -378,7 +383,7 @@ def layer_run(spec: ModelSpec, weights: dict[str, Tensor], keep: bool, **more: A
     x, dy = torch.randn(2, 48, spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(runner.dtype)
     inputs = [runner.inputs(torch.arange(*of), 47) for of in ranges]
     states = runner.layers.states(1, [0], ranges)
-    own = {p.name for p in spec.buffers["layers.1"]}
+    own = {p.name for p in spec.buffers["layers.1"].params}
     here = in_buffers(spec, {name: weights[name].to(runner.dtype) for name in own})
     sums = GradientSums(in_buffers(spec, {n: torch.full_like(t, 7, dtype=torch.float32) for n, t in here.items()}), own)
     outputs, graphs = [], []
