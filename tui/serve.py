@@ -47,7 +47,7 @@ def serve_browsers(root: Path, host: str, port: int, *, allow_remote: bool, read
         handler.setFormatter(_OneLine())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
         print(f"Penstock is shown at {access.url}?token={access.token}", served, _END, sep="\n", flush=True)
-        command = child.command("tui.web.child", str(os.getpid()), "watch" if read_only else "act")
+        command = child.command("tui.browser_window", str(os.getpid()), "watch" if read_only else "act")
         asyncio.run(_serve(WebServer(access, command, served), sockets))
     finally:
         for item in sockets:
