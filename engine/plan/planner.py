@@ -6,7 +6,7 @@ Reads shapes and budgets only: no torch, no device, no file. Which choice is bes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.engine.plan.gpu import GpuPlacement, listing
 from penstock.engine.plan.plan import (
@@ -231,7 +231,11 @@ class _Planner(GpuPlacement):
         for shape in p.buffers:
             kinds = on_gpu if shape.name in self.resident else weights_there | ram.tiers[shape.name]
             buffers[shape.name] = BufferPlan(
-                **asdict(shape),
+                name=shape.name,
+                numel=shape.numel,
+                part_numel=shape.part_numel,
+                dtype=shape.dtype,
+                frozen=shape.frozen,
                 pool=self.pool[shape.name],
                 weights=kinds["weights"],
                 state=None if shape.frozen else kinds["state"],
