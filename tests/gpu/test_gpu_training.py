@@ -70,6 +70,26 @@ def test_delays_on_streams_and_hosts_change_nothing(tmp_path: Path, gpu: str | i
         assert other == pytest.approx(results[0], rel=1e-5)
 
 
+def test_layers_of_different_widths_share_a_window(tmp_path: Path) -> None:
+    """A chunk's keys and values lie elsewhere in it for each width; a micro-batch of one chunk fills it alone."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    overrides = {"layer_types": kinds, "sliding_window": 20, "global_head_dim": 32, "hidden_size_per_layer_input": 0}
+    sections = {"m": tiny.model(model_type="gemma4_text", num_layers=4, overrides=overrides)}
+    sections |= {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
+    with tiny.session(tmp_path / "cpu", t=tiny.training(chunk_tokens=4096), **sections) as session:
+        assert session.plan.window_chunks == 1
+        losses, norms = steps(session, 2)
+    for seed in range(3):
+        with tiny.session(tmp_path / "run", t=tiny.training(chunk_tokens=16), device=CUDA, **sections) as session:
+            assert session.plan.window_chunks > 1
+            assert len({block.kv_bytes_per_token for block in session.plan.blocks if block.attends}) == 2
+            delay(session, random.Random(seed))
+            cuda_losses, cuda_norms = steps(session, 2)
+        assert cuda_losses == pytest.approx(losses, rel=1e-4)
+        assert cuda_norms == pytest.approx(norms, rel=1e-3)
+        shutil.rmtree(tmp_path / "run")
+
+
 def test_bfloat16_steps_are_float32s_but_for_rounding(tmp_path: Path) -> None:
     with tiny.session(tmp_path / "cpu", gpu=tiny.FLOOR, ram="1GiB") as session:
         losses, norms = steps(session, 4)
