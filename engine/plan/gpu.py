@@ -45,6 +45,7 @@ class GpuPlacement(Saving):
         """Whether two blocks compute with the same buffer of a pool."""
         slots = ACTIVATIONS["graph"].slots
         self.graph_slots_bytes = slots * graph_slot_bytes(p, self.max_chunk) if self.offloads else 0
+        self.activation_slots_bytes = sum(map(sum, activation_slots(p, self.max_chunk).values()))
         self.windows = self.num_windows()
         self.resident: set[str] = set()
         """Buffers that live there whole."""
@@ -97,7 +98,7 @@ class GpuPlacement(Saving):
             "weight slots": sum(weights[k] * aligned(numel[k] * item[k]) for k in POOLS if k in item),
             "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in POOLS),
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed, self.windows).values())),
-            "activation slots": sum(map(sum, activation_slots(p, self.max_chunk).values())),
+            "activation slots": self.activation_slots_bytes,
             "saved activations": self.on_gpu_bytes,
             "saved graphs": self.graphs_bytes,
             "workspace": p.workspace_bytes + allocator_bytes(p),

@@ -5,6 +5,7 @@ Reads shapes and budgets only: no torch, no device, no file. Which choice is bes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -60,8 +61,8 @@ class _Planner(GpuPlacement):
 
     def stream_bytes(self) -> int:
         """The chunks of one block boundary: activations going up, their gradients coming down."""
-        chunks = boundary_chunks(self.problem, self.group_chunks)
-        return sum(sum(between_bytes(self.problem, c.end - c.start).values()) for c in chunks)
+        lengths = Counter(chunk.end - chunk.start for chunk in boundary_chunks(self.problem, self.group_chunks))
+        return sum(count * sum(between_bytes(self.problem, tokens).values()) for tokens, count in lengths.items())
 
     def block_bytes(self, spilling: bool) -> int:
         """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
