@@ -141,7 +141,7 @@ def test_tiers_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest.
                 pairs = [(PROMPTS[1], PROMPTS[0]), (PROMPTS[2], PROMPTS[0]), (PROMPTS[0], PROMPTS[2])]
                 for score, pair in zip(ours.loglikelihoods(pairs, batch_tokens=30), pairs, strict=True):
                     assert score == pytest.approx(log_likelihood(made, *pair), abs=1e-3)
-            forecast = ours.estimate(23, 1, count)
+            forecast = ours.estimate(max(map(len, PROMPTS)), len(PROMPTS), count)
             seen |= {tier for tier, size in forecast.weights.items() if size} | {f"kv {forecast.keys_values}"}
     assert seen == {"gpu", "ram", "disk"} | ({"kv nowhere"} if family == "qwen3_next" else {"kv gpu", "kv ram"})
 
