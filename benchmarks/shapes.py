@@ -404,7 +404,7 @@ def figures(case: Case, setup: Cut, ran: Ran, kernels: dict[str, Any]) -> dict[s
         "whole_model": {
             "gpu_bytes": setup.full_plan.tiers["gpu"].peak_bytes,
             "ram_bytes": setup.full_plan.tiers["ram"].peak_bytes,
-            "nvme_bytes": nvme_bytes(setup.full_plan, setup.recipe.train),
+            "nvme_bytes": nvme_bytes(setup.full_plan),
         },
         "saved_graphs": len(plan.saved_graphs),
         **kernels,

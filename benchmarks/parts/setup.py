@@ -25,7 +25,7 @@ from penstock.engine.model.anatomy import model_spec
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.gpu import allocator_bytes, with_share
 from penstock.engine.plan.plan import Plan, gib
-from penstock.engine.plan.problem import FP32, PlanOptions
+from penstock.engine.plan.problem import DTYPE_BYTES, FP32, PlanOptions
 from penstock.engine.runtime.state import scratch_arrays
 from penstock.storage.files.errors import BudgetError
 from penstock.storage.tier.drives import FREE_MARGIN
@@ -103,7 +103,7 @@ def _fit(case: Case, name: str, model: ModelConfig, folder: Path, graph_bytes: M
 
     full_plan = _plan([task(full_spec, whole)], device)
     if case.spill_state:
-        _require_disk(full_plan, recipe.train, folder, whole_state=case.layers is not None)
+        _require_disk(full_plan, folder, whole_state=case.layers is not None)
     total, reasons = len(full_spec.attention), []
     for layers in case.layers or (total,):
         cut, spec = with_model(recipe, replace(model, num_layers=layers))
@@ -248,20 +248,19 @@ def _not_in_ram(plan: Plan) -> str | None:
     return f"{gib(plan.tiers['ram'].peak_bytes + missing)} of RAM or more" if missing else None
 
 
-def _require_disk(plan: Plan, train: TrainConfig, folder: Path, *, whole_state: bool) -> None:
+def _require_disk(plan: Plan, folder: Path, *, whole_state: bool) -> None:
     """Skip unless the drive holds what training keeps there, or only what a benchmark of all layers writes."""
-    need, free = nvme_bytes(plan, train, whole_state=whole_state), shutil.disk_usage(folder).free
+    need, free = nvme_bytes(plan, whole_state=whole_state), shutil.disk_usage(folder).free
     if need > free:
         what = "two generations of its state" if whole_state else "state and activations"
         raise Skip(f"needs {gib(need)} of disk for {what}, and {gib(free)} are free")
 
 
-def nvme_bytes(plan: Plan, train: TrainConfig, *, whole_state: bool = True) -> int:
+def nvme_bytes(plan: Plan, *, whole_state: bool = True) -> int:
     """Bytes on drives of a run of `plan`: two generations of the state (all, or what lives there), frozen weights once,
     and scratch."""
     held = [b for b in plan.buffers.values() if whole_state or "nvme" in (b.state, b.weights if b.frozen else None)]
     state = sum(buffer.numel for buffer in held if not buffer.frozen) * len(plan.problem.state_kinds) * FP32
     frozen = sum(buffer.numel * buffer.weight_bytes for buffer in held if buffer.frozen)
-    sizes = {"bfloat16": 2, "float32": 4}
-    scratch = sum(a.numel * sizes[a.dtype] for a in scratch_arrays(plan))
+    scratch = sum(a.numel * DTYPE_BYTES[a.dtype] for a in scratch_arrays(plan))
     return int((2 * state + frozen) * FREE_MARGIN) + scratch + plan.spill_bytes

@@ -181,7 +181,7 @@ class _OnCluster:
 
     def _params(self, buffers: Sequence[str] | dict[str, None]) -> tuple[int, int]:
         sizes = {name: sum(param.numel for param in self.spec.buffers[name].params) for name in buffers}
-        return sum(sizes.values()), sum(size for name, size in sizes.items() if name in self.spec.trained)
+        return sum(sizes.values()), sum(size for name, size in sizes.items() if not self.spec.buffers[name].frozen)
 
     # ------------------------------------------------------------------ memory
 

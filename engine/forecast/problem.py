@@ -27,7 +27,6 @@ LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 LOGIT_BYTES = 12
 """Of one of them: in the compute dtype, in float32, and their gradient."""
 
-
 TEMPLATE_TOKENS = 128
 """What a chat template puts around a message, at most, as far as a plan without the tokenizer is concerned."""
 

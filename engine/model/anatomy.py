@@ -156,7 +156,7 @@ def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
                 f"model.num_kv_heads: {shape.heads} query heads cannot share {shape.kv_heads} key and value heads; "
                 "give a divisor of model.num_heads"
             )
-    if recipe.model.added_tokens:
+    if recipe.model.added_tokens and spec.frozen_params:
         tables = skeleton.vocabulary_tables(skeleton.build(spec.config))
         for name in sorted(tables & spec.frozen_params):
             raise UserError(

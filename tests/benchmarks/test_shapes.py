@@ -148,7 +148,7 @@ def test_tiers_takes_the_largest_that_the_drive_holds(tmp_path: Path, monkeypatc
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free_gib: usage(0, 0, free << 30))
         setup = chosen(case, tmp_path)
         assert setup.name == name
-        assert nvme_bytes(setup.full_plan, setup.recipe.train) < free_gib << 30
+        assert nvme_bytes(setup.full_plan) < free_gib << 30
         assert len(setup.spec.attention) == 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1 << 30))
     with pytest.raises(Skip, match=r"Qwen3-0.6B: needs .* of disk for two generations of its state, and 1.00 GiB"):

@@ -410,7 +410,7 @@ class Replay:
         cuda.misalign()
         self.gpu: GpuMemory = allocate_gpu(self.plan, DEVICE)
         self.slot_bytes = cuda.live_bytes()
-        self.ram: RamMemory = carve(cuda, self.plan, train)
+        self.ram: RamMemory = carve(cuda, self.plan)
         self._carrier = BatchCarrier(self.plan.chunks, DEVICE)
         self.arithmetic = Arithmetic(cuda, shapes)
         work: tuple[Any, ...] = self.arithmetic, Updates(cuda), Files(cuda), self.gpu, self.ram
@@ -517,7 +517,7 @@ def replay(case: Case, layers: int | None = None) -> Iterator[Replay]:
         yield replay
 
 
-def carve(cuda: Pretended, plan: Plan, train: TrainConfig) -> RamMemory:
+def carve(cuda: Pretended, plan: Plan) -> RamMemory:
     """The run's RAM, pinned, with every slot known to the Watch."""
     carved = HostArena.slot
     slots: list[tuple[int, int]] = []
