@@ -182,7 +182,7 @@ def drives(small: bool) -> Any:
     from penstock.engine.machine.probe_drives import probe_drives
 
     rates = probe_drives([Path.cwd()], 1.0 if small else 12.0, say=lambda text: print(text, file=sys.stderr))
-    return msgspec.to_builtins(rates)["drives"]
+    return msgspec.to_builtins(rates.drives)
 
 
 FINDINGS: tuple[Callable[[bool], Any], ...]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from cli_process import REPOSITORY, is_running, wait_until
 
-from benchmarks import gpu_check, smoke
+from benchmarks import device, gpu_check, smoke
 from benchmarks.gpu_check import TESTS, Command, commands, figures, page
 from benchmarks.parts.cases import CASES
 from benchmarks.parts.process import ENVIRONMENT
@@ -227,6 +227,16 @@ def test_its_own_commands_run_small_without_a_gpu(tmp_path: Path) -> None:
     assert code == 0
     left_out = [line for line in text.splitlines() if line.endswith("| not measured: this machine gives none |")]
     assert {line.split(" | ")[0][2:] for line in left_out} == {"mfu", "hfu", "machine.driver, PCIe generation, lanes"}
+
+
+def test_the_drives_figures_have_the_names_that_its_command_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    device.main(small=True, drive=True)
+    (drive,) = figures(capsys.readouterr().out)["drives"]
+    (listed,) = [command for command in commands(small=True) if command.name == "drive"]
+    assert all(drive[name.removeprefix("drives.1.")] > 0 for name in listed.shows.split())
 
 
 @pytest.mark.long
