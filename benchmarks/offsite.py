@@ -97,7 +97,7 @@ def main(
 
 
 class _Upload:
-    """Uploads of one checkpoint, one after the other, until it is told to end."""
+    """Uploads of one checkpoint, one after the other, until it has to end."""
 
     def __init__(self, session: Session, folder: Path, bytes_per_s: float | None) -> None:
         self.moved = 0

@@ -109,7 +109,7 @@ class Session:
         """Whether the step that this process began with is that of the checkpoint best: its validation loss, which its
         generation cannot tell, is measured again, due or not."""
         self.notes: list[str] = []
-        """What is to be told of the steps so far; whoever tells it empties the list."""
+        """What is to be reported of the steps so far; whoever reports it empties the list."""
         self._outgrown_reported = False
         self._proved: set[int] = set()
         """Steps of generations, committed or about to be, whose following step had a good loss."""
@@ -262,7 +262,7 @@ class Session:
             )
 
     def take_notes(self) -> list[str]:
-        """What is to be told of the steps so far, once each."""
+        """What is to be reported of the steps so far, once each."""
         notes = [*self._lanes.fallbacks.take(), *self.notes, *(self.uploads.take_messages() if self.uploads else [])]
         self.notes.clear()
         return notes
@@ -279,7 +279,7 @@ class Session:
             )
 
     def look_for_spike(self) -> None:
-        """Take the loss of the step that has ended: one that leapt is to be told, with the step's documents."""
+        """Take the loss of the step that has ended: one that leapt is to be reported, with the step's documents."""
         data = self._data
         if data is None or not data.num_targets:
             return
@@ -289,10 +289,10 @@ class Session:
         self._records[self.step]["losses"] = self._spikes.to_json()
 
     def look_at_failure(self) -> None:
-        """Where the step that was under way has a value that is not finite, its documents are to be told."""
+        """Where the step that was under way has a value that is not finite, its documents are to be reported."""
         data = self._data
         if data is not None and data.chunk_losses and math.isnan(data.loss):
-            with suppress(UserError):  # what ends the run is told, not what else is wrong
+            with suppress(UserError):  # what ends the run is reported, not what else is wrong
                 self.spikes.append(self._spike(data, self._spikes.expected))
 
     def _spike(self, data: StepData, expected: float | None) -> Spike:

@@ -1,7 +1,7 @@
 """Colours: four themes, and the style of every token that renderers use.
 
 The lanes' colours are those of Okabe and Ito (Color Universal Design, 2008), which people with any common colour
-vision tell apart; nothing is told by colour alone.
+vision tell apart; nothing is shown by colour alone.
 """
 
 from __future__ import annotations

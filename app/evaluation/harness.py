@@ -35,7 +35,7 @@ _BOOTSTRAP_DRAWS = 1000
 _SEED, _OTHER_SEED = 0, 1234
 """Of Python's random, and of numpy's, torch's and the examples': those with which the harness itself starts."""
 _NAMED = 3
-"""Near names that are told."""
+"""Near names that an error lists at most."""
 _GREEDY_ANYWAY = {"do_sample", "top_k", "top_p", "min_p", "typical_p", "temperature", "num_return_sequences"}
 """Settings of generation that change nothing where the likeliest token is taken."""
 

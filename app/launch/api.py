@@ -133,7 +133,7 @@ def resume(
     `run` may be a place that its state was uploaded to, as s3://bucket/prefix: then `run_dir`, by default a new one
     below runs/, is made of what is there.
 
-    A paused run goes on in its own process, of which the callbacks are told nothing. `overrides`: as `--set` takes
+    A paused run goes on in its own process, which calls no callbacks. `overrides`: as `--set` takes
     them. `copy_state`: of a copied run directory, copy the original's state first. Callbacks as those of `train`. The
     run directory. Raises UserError for what cannot go on.
     """

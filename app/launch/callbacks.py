@@ -1,4 +1,4 @@
-"""What a program that trains from Python is told, and how it stops the run."""
+"""Callbacks of a program that trains from Python, and how it stops the run."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _Quiet(Observer):
-    """The observer of every rank but the first: it stops when its machine is told to, and says nothing."""
+    """The observer of every rank but the first: it stops when its machine gets a signal, and reports nothing."""
 
     def __init__(self) -> None:
         self.signals = StopSignals(lambda number: None, lambda: None)
@@ -206,7 +206,7 @@ def _newest(given: Path) -> Path:
 
 
 def _take_history(folder: Path, run: Path, step: int) -> None:
-    """Copy what the run of a checkpoint, where it lies in one's directory, has told up to the checkpoint's step."""
+    """Copy what the run of a checkpoint, where it lies in one's directory, reported up to the checkpoint's step."""
     source = folder.resolve().parent.parent
     if folder.resolve() not in dcp_folders(source).values():
         return

@@ -237,7 +237,7 @@ def run_training(
     """Train the run's recipe to its end, or until a signal stops it; then export and sample as the recipe says.
 
     A resumed run goes on from its last generation, or from that of `checkpoint`. `guest`: somebody else's program, in
-    which the run is; without it, the process is the run's own. `said`: what is to be told of the recipe. Errors leave
+    which the run is; without it, the process is the run's own. `said`: what to report about the recipe. Errors leave
     state `failed` behind and are raised again.
     """
     recipe = run.recipe

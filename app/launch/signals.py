@@ -68,7 +68,7 @@ class StopSignals:
             self._read.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread; where there is a watcher, the wake-up socket has told it already."""
+        """Runs in the main thread; where there is a watcher, it knows by the wake-up socket already."""
         is_later = self._on_abort is None and self._take(number)
         if self.interrupts_main:
             self.interrupts_main = False

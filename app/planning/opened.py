@@ -1,4 +1,4 @@
-"""A recipe as a run or a plan opens it: what its data are is found, and what has no effect is refused or told."""
+"""A recipe as a run or a plan opens it: what its data are is found, and what has no effect is refused or reported."""
 
 from __future__ import annotations
 

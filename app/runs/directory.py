@@ -363,7 +363,7 @@ class RunInfo(NamedTuple):
     loss: float | None
     """Of the last step; none before the first."""
     error: str | None
-    """Why it failed, or of a crashed one what can be told of its end, or why its status cannot be read."""
+    """Why it failed, or of a crashed one what is known of its end, or why its status cannot be read."""
     heartbeat: float | None = None
     """Unix seconds of the last word of its process."""
     mean_tokens_per_s: float | None = None
@@ -414,7 +414,7 @@ def state_of(path: Path, status: dict[str, Any], now: float) -> str:
 
 
 def why_gone(path: Path, status: dict[str, Any]) -> str:
-    """What can be told of the end of a process that left a live state: its last error, a full disk, a restart."""
+    """What is known of the end of a process that left a live state: its last error, a full disk, a restart."""
     started = number(status.get("started")) or 0.0
     for line in reversed(read_tail(path / "log.jsonl")):
         if line.get("level") == "error" and (number(line.get("time")) or 0.0) >= started:

@@ -184,7 +184,7 @@ class RunLog:
             self.set_state(state, error)
 
     def _work(self) -> None:
-        """Whatever ends the thread is told by `check`, or a run would go on and leave no trace."""
+        """Whatever ends the thread is raised by `check`, or a run would go on and leave no trace."""
         try:
             self._write_all()
         except BaseException as error:
@@ -283,7 +283,7 @@ class RunLog:
 
     @staticmethod
     def _item(item: Preparing, reported_at: float) -> dict[str, Any]:
-        """An item as status.json has it; one that is not done has gone on since it was told."""
+        """An item as status.json has it; one that is not done has gone on since it was reported."""
         done = item.state == "done"
         seconds = item.seconds if done else item.seconds + time.perf_counter() - reported_at
         line: dict[str, Any] = {"name": item.name, "state": "done" if done else "running", "seconds": round(seconds, 3)}

@@ -1,4 +1,4 @@
-"""What a run has told, read from its directory."""
+"""What a run has reported, read from its directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's samples as they are written and told: lines of samples.jsonl, of the log and of the console."""
+"""A run's samples as they are written and shown: lines of samples.jsonl, of the log and of the console."""
 
 from __future__ import annotations
 

@@ -150,12 +150,12 @@ class Rates:
 
 
 class _Moving:
-    """The ops of a lane that are to be told of together."""
+    """The ops of a lane that share one rate."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._reported_s = -math.inf
-        """Until when the rate has been told."""
+        """Until when the rate has been reported."""
         self._start_s = self._end_s = 0.0
         self._bytes = self._count = 0
 
@@ -167,7 +167,7 @@ class _Moving:
             if gap > _GAP_S:
                 yield from self.stop()
         if not self._count:
-            # What began while the rate of others was told, or right behind it, counts from there.
+            # What began while the rate of others was reported, or right behind it, counts from there.
             near = span.start_s - self._reported_s <= _GAP_S
             self._start_s = self._reported_s if near else span.start_s
             self._end_s = self._start_s
@@ -176,7 +176,7 @@ class _Moving:
         self._end_s = max(self._end_s, span.end_s)
 
     def flush(self) -> Iterator[Event]:
-        """The rate of the ops so far; ops that took no time are told of with the next ones."""
+        """The rate of the ops so far; ops that took no time count with the next ones."""
         seconds = self._end_s - self._start_s
         if self._count and microseconds(self._end_s) > microseconds(self._start_s):
             rate = float(f"{self._bytes / seconds / 1e9:.4g}")
@@ -186,7 +186,7 @@ class _Moving:
         self._count = 0
 
     def stop(self) -> Iterator[Event]:
-        """From the end of what was told the lane moves nothing."""
+        """From the end of what was reported the lane moves nothing."""
         if self._reported_s > -math.inf:
             yield counter(self._name, microseconds(self._reported_s), "GB/s", 0.0)
 

@@ -10,7 +10,7 @@ _AROUND = 2
 
 def haystack_line(folder: Path, length: int, seed: int, base: str | None = None) -> str:
     """How a model folder (an adapter's with its `base`) answers a haystack of `length` tokens that the run with this
-    `data.seed` never had, in words: text that the folder's own tokenizer reads, of which the last question is told."""
+    `data.seed` never had, in words: text that the folder's own tokenizer reads, of which the last question is shown."""
     import numpy as np
     import torch
 

@@ -113,7 +113,7 @@ class _Attached(threading.Thread):
                 self.problem = f"its process cannot be started: {error.strerror}"
             if self.problem is None or last or self._killed:
                 return
-            if pause_s == _PAUSE_S and not self._ended.is_set():  # told once: it is tried as long as the run runs
+            if pause_s == _PAUSE_S and not self._ended.is_set():  # reported once: it is tried as long as the run runs
                 log = f"{self._run_path.name}/{FOLDER}/{self._tracker}.log"
                 more = f"it will be tried again, and the run continues without it ({log} has its own messages)"
                 self.report(f"{self.problem}; {more}", "warning")

@@ -119,7 +119,7 @@ class Tracker(ABC):
         """What the run directory keeps of the tracker's run: `id`, `at`, words that say where it is to be seen, and
         what a tracker adds. Empty: it has none yet."""
         self.remarks: list[str] = []
-        """What went wrong without anything being lost but for the tracker's own comfort; told once each."""
+        """What went wrong without anything being lost but for the tracker's own comfort; reported once each."""
 
     @staticmethod
     def unready() -> str | None:

@@ -57,7 +57,7 @@ class Continuation(NamedTuple):
 
 
 OnToken = Callable[[int, int], bool | None]
-"""(sequence, token id), told of every token but the one of `Decoding.stop_ids`; True ends the sequence behind it."""
+"""(sequence, token id), called for every token but the one of `Decoding.stop_ids`; True ends the sequence behind it."""
 
 
 def decode(

@@ -32,8 +32,8 @@ class LayerGraph:
     """The autograd graph of one layer on one chunk, cut at attention: backward is `top`, attention, `bottom`.
 
     A graph that is not cut, since its attention is part of it or the layer has none, has `top` only. Weights are not
-    part of a graph made to be kept: it can outlive the slot that they were in, and reads them from wherever `top` and
-    `bottom` are told that they are.
+    part of a saved graph: it can outlive the slot that they were in, and reads them from wherever `top` and
+    `bottom` get them.
     """
 
     x: Tensor | GradientEdge
@@ -52,9 +52,9 @@ class LayerGraph:
     out: Tensor | None = None
     """Attention's output, a leaf [n, heads, v_dim], where the graph is cut."""
     lse: Tensor | None = None
-    """Its log-sum-exp [heads, n], where the graph is cut and kept."""
+    """Its log-sum-exp [heads, n], where the graph is cut and saved."""
     _weights: SavedTensors | None = None
-    """Where the graph is kept."""
+    """Where the graph is saved."""
     _project: Callable[[Mapping[str, Tensor]], tuple[Projection, Sequence[Product]]] | None = None
     """Makes the projection again, with a graph of its own down to x, and the products in it."""
     _dx: Tensor | None = None
@@ -107,7 +107,7 @@ class LayerGraph:
 
     @property
     def nbytes(self) -> int:
-        """Memory of a kept graph, each storage once, and of its log-sum-exp."""
+        """Memory of a saved graph, each storage once, and of its log-sum-exp."""
         assert self._weights is not None
         held = [self.x, self.y, *(self.projection or ())[:3], self.out, self.lse]
         storages = self._weights.storages() | {

@@ -120,7 +120,7 @@ def forward_backward(
     ranges = [chunk_ranges(stream, None if runner.spec.recurrent else chunk_tokens) for stream in streams]
     chunks = [chunk for s, cuts in zip(streams, ranges, strict=True) for chunk in _cut(runner, s, cuts, in_pieces)]
 
-    # Forward. Every layer's input is kept, and of its attention keys, values, output and log-sum-exp.
+    # Forward. Every layer's input is saved, and of its attention keys, values, output and log-sum-exp.
     here = _of_block(runner, EMBED, weights)
     hidden = [runner.embed(here, chunk.tokens.ids, chunk.tokens.positions) for chunk in chunks]
     if layers.balance is not None:

@@ -72,7 +72,7 @@ def _recorder(model: Any) -> OutputRecorder | None:
 
 
 def find_router(model: PreTrainedModel) -> Router:
-    """The router of a model that has such a loss. Raises UserError where it cannot be told."""
+    """The router of a model that has such a loss. Raises UserError where it is not known."""
     recorder, experts = _recorder(type(model)), getattr(model, "num_experts", None)
     top_k = getattr(model, "num_experts_per_tok", None)
     if recorder is None or not isinstance(experts, int) or not isinstance(top_k, int):

@@ -35,7 +35,7 @@ class Batch:
 
     @property
     def extent(self) -> dict[str, Any]:
-        """What a pass (schedule/passes.py) is told of it: `documents` and `chunks`."""
+        """What a pass (schedule/passes.py) knows of it: `documents` and `chunks`."""
         return {"documents": [m.documents for m in self.micro_batches], "chunks": list(self.cut.values())}
 
 

@@ -41,7 +41,7 @@ class Op(Struct, frozen=True, kw_only=True, gc=False):
 
 
 def span_of(op: Op, start_s: float, end_s: float, waited: tuple[int, ...]) -> Span:
-    """What is told of an op that was carried out."""
+    """What is reported of an op that was carried out."""
     return Span(op.action.lane, op.action.name, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,14 @@ def done(process: subprocess.Popen[str], code: int = 0) -> Done:
     found = Done(*process.communicate(timeout=PATIENCE_S))
     assert process.returncode == code, found.stderr or found.stdout
     return found
+
+
+def documented(file: str, *, table: bool = False) -> set[str]:
+    """The names that docs/run-directory.md has of a file of the run directory, or those of its table's first column."""
+    page = (REPOSITORY / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    section = next(part for part in page.split("\n## ") if part.startswith(f"{file}\n"))
+    texts = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")] if table else [section]
+    return {name for text in texts for code in re.findall(r"`(.+?)`", text) for name in re.findall(r"\w+", code)}
 
 
 class Cli:

@@ -74,7 +74,7 @@ _KINDS = {"weights": "weights", "state": "optimizer state", "gradient": "gradien
 
 
 class Window(NamedTuple):
-    """The time over which rates are told."""
+    """The time over which rates are averaged."""
 
     start_s: float
     end_s: float
@@ -92,7 +92,7 @@ class Window(NamedTuple):
 
 
 def rate_window(data: RunData) -> Window | None:
-    """The time over which rates of a run are told; None while nothing has been measured."""
+    """The time over which rates of a run are averaged; None while nothing has been measured."""
     view, clock_s = data.spans.view, data.clock_s
     if clock_s is None or not view.num_spans:
         return None

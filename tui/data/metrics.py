@@ -25,7 +25,7 @@ DERIVED = ("step", "ema", "total_tokens", "total_s")
 X_COLUMNS = {"step": "step", "tokens": "total_tokens", "time": "total_s"}
 
 _MOST_STEPS = 2**53
-"""Larger ones are no longer told apart, and are nobody's."""
+"""Larger ones are no longer distinguished, and are nobody's."""
 
 ETA_STEPS = 20
 _Z_STEPS = 100

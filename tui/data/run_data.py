@@ -140,7 +140,7 @@ class RunData:
 
     @property
     def error(self) -> str | None:
-        """Why the run failed, or what can be told of the end of a crashed one."""
+        """Why the run failed, or what is known of the end of a crashed one."""
         return text(self.status, "error") or self._why_gone
 
     @property

@@ -136,7 +136,7 @@ def box_name(view: SpanView, row: int, width: int, ellipsis: str) -> str:
 
 
 _MOST_ROWS = 20_000
-"""With more ops in view their parts are no longer told apart."""
+"""With more ops in view their parts are no longer distinguished."""
 _MARK_CELLS = 5
 
 

@@ -51,7 +51,7 @@ class LaneScene:
     """Steps whose borders are marked, in order of time."""
     under_way: Sequence[UnderWay] = ()
     now: Sequence[UnderWay] | None = None
-    """What runs at the right edge, told behind wide timelines; None: no room is kept for it."""
+    """What runs at the right edge, named behind wide timelines; None: no room is kept for it."""
     predicted: SpanView | None = None
     """The forecast's step, counted from its start."""
     critical: Mapping[str, Busy] | None = None

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 from chat_model import make_chat_model
-from cli_process import refusal
+from cli_process import documented, refusal
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -103,6 +103,7 @@ def test_results_of_a_run_are_kept_in_its_directory(tmp_path: Path, capsys: Capt
     found = json.loads(kept.read_text())
     assert kept.name.startswith("needles_single-")
     assert found["queried"] == ["needles_single"]
+    assert set(found) | {*found["needles"], *found["needles"]["kinds"]["single"]} <= documented("evals/")
     assert found["needles"]["kinds"]["single"]["queried"] == [[1, 1]]
     with RunDir.open(run), pytest.raises(UserError, match="is running; keep a checkpoint of it"):
         penstock.evaluate(run, ["needles"])

@@ -1,12 +1,13 @@
 """The command line around the real engine: a tiny model, trained, stopped, resumed, exported and sampled; checkpoints,
 scrub and a resume with other means."""
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
 
 import pytest
-from cli_process import REAL, Cli, done, json_lines, refusal, steps, wait_until
+from cli_process import REAL, Cli, documented, done, json_lines, refusal, steps, wait_until
 from real_runs import make_root
 from recipe_texts import recipe_text
 
@@ -14,6 +15,7 @@ from penstock.app.cli.main import main
 from penstock.app.recipes.recipe import load_recipe
 from penstock.app.runs.checkpoints import checkpoint_steps, committed_step, export_folder
 from penstock.app.runs.directory import read_info, read_recipe
+from penstock.engine.events import Recall, Spike, StepDocument
 from penstock.storage.files.safetensors import CheckpointReader
 from penstock.storage.generations.checkpoints import list_checkpoints
 
@@ -96,6 +98,18 @@ def test_a_run_leaves_every_figure(whole_run: tuple[Path, str]) -> None:
     assert main(["trace", str(path), "-o", str(path / "trace.json")]) == 0
     events = json.loads((path / "trace.json").read_text())["traceEvents"]
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"nvme_read", "compute", "nvme_write"}
+
+
+def test_the_page_names_every_field_that_a_run_writes(whole_run: tuple[Path, str]) -> None:
+    """The tables of lines that are always whole name no others."""
+    lines = ("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spans.jsonl", "log.jsonl")
+    written = {name: set().union(*json_lines(whole_run[0] / name)) for name in lines}
+    written |= {name: set(json.loads((whole_run[0] / name).read_text())) for name in ("status.json", "summary.json")}
+    written["validation.jsonl"] |= {field.name for field in dataclasses.fields(Recall)}
+    written["spikes.jsonl"] = {field.name for kind in (Spike, StepDocument) for field in dataclasses.fields(kind)}
+    assert not {name: missing for name, fields in written.items() if (missing := fields - documented(name))}
+    for name in ("metrics.jsonl", "spans.jsonl"):
+        assert documented(name, table=True) == written[name]
 
 
 @pytest.mark.long
