@@ -158,7 +158,7 @@ class NvmeStore:
             )
             store = NvmeStore(chosen, current, budget_bytes, readers)
             if not read_only:
-                sweep(root, store._drives, store._arrays.values())
+                sweep(root, store._drives, store._arrays.values(), current)
                 if any(array.layout != array.target for array in store._arrays.values()):
                     store._capacity.require_to_write(store._arrays.values(), "the state that moves there", shared=False)
                 current.back_up({drive.folder for drive in store._drives} - {root})
@@ -421,5 +421,5 @@ class NvmeStore:
                 array.written.clear()
             self._manifest = successor
         successor.back_up({self.root, *(drive.folder for drive in self._drives)})
-        if moved:
-            tidy(self.root, self._drives, self._arrays.values(), moved)
+        if moved or len(self._drives) > len(self._drives.active):
+            tidy(self.root, self._drives, self._arrays.values(), moved, successor)

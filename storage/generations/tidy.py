@@ -13,9 +13,10 @@ from penstock.storage.generations.checkpoints import sweep_incomplete
 from penstock.storage.tier import drives, manifest
 from penstock.storage.tier.arrays import Array, remove_arrays, sweep_strays
 from penstock.storage.tier.drives import CHECKPOINTS, SCRATCH, DriveSet
+from penstock.storage.tier.manifest import Manifest
 
 
-def sweep(root: Path, drive_set: DriveSet, arrays: Collection[Array]) -> None:
+def sweep(root: Path, drive_set: DriveSet, arrays: Collection[Array], committed: Manifest) -> None:
     """Remove what a process that ended badly left behind. The drives must have been taken over (ownership)."""
     sweep_temporaries(root / manifest.FILE_NAME)
     sweep_temporaries(root / manifest.BACKUP_NAME)
@@ -25,7 +26,7 @@ def sweep(root: Path, drive_set: DriveSet, arrays: Collection[Array]) -> None:
         shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
     sweep_incomplete(root, [drive.folder for drive in drive_set])
     if len(drive_set) > 1:
-        tidy(root, drive_set, arrays, arrays)
+        tidy(root, drive_set, arrays, arrays, committed)
 
 
 def remove_store(root: Path, folders: Iterable[Path]) -> None:
@@ -50,11 +51,16 @@ def remove_store(root: Path, folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def tidy(root: Path, drive_set: DriveSet, arrays: Collection[Array], moved: Collection[Array]) -> None:
-    """Remove chunk files where an older striping put those of `moved`, and all of ours from drives no longer used."""
+def tidy(
+    root: Path, drive_set: DriveSet, arrays: Collection[Array], moved: Collection[Array], committed: Manifest
+) -> None:
+    """Remove chunk files where an older striping put those of `moved`, and all of ours from drives no longer used. A
+    drive that new state no longer goes to is one of these from the first commit without it on."""
     for array in moved:
         sweep_strays(array, drive_set)
     used = {drive for array in arrays for drive in array.layout}
+    listed = {record.id for record in committed.drives if record.active}
+    used |= {drive for drive in drive_set if drive.id in listed}
     for folder in drive_set.retire(used):
         _clear(folder)
         if not (folder / CHECKPOINTS).exists() and folder != root:

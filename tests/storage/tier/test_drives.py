@@ -189,6 +189,21 @@ def test_a_drive_is_found_where_it_is_now_and_one_that_holds_nothing_yet_may_go(
         assert_holds(moved, 3)
 
 
+def test_a_drive_that_is_left_out_is_given_up_by_a_commit_and_not_before(store: NvmeStore, tmp_path: Path) -> None:
+    store.close()
+    with closing(NvmeStore.open(store.root, drives=folders(tmp_path, "abc"))) as wider:
+        wider.commit({"step": 2})  # no array was written: all state is still on a and b
+    NvmeStore.open(store.root, drives=folders(tmp_path, "ab")).close()
+    with closing(NvmeStore.open(store.root)) as again:
+        assert again.drives == folders(tmp_path, "abc")
+    with closing(NvmeStore.open(store.root, drives=folders(tmp_path, "ab"))) as narrower:
+        narrower.commit({"step": 2})
+        assert not (tmp_path / "c" / "drive.json").exists()
+    with closing(NvmeStore.open(store.root)) as again:
+        assert again.drives == folders(tmp_path, "ab")
+        assert_holds(again, 2)
+
+
 def test_drives_may_have_relative_paths_and_move_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, moved = tmp_path / "run" / "state", tmp_path / "moved" / "state"
     with closing(make(root, 1, drives=[root, root / "second"])) as store:
