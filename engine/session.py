@@ -279,7 +279,7 @@ class Session:
             )
 
     def look_for_spike(self) -> None:
-        """Take the loss of the step that has ended: one that leapt is to be reported, with the step's documents."""
+        """Take the loss of the step that has ended: a spike is reported, with the step's documents."""
         data = self._data
         if data is None or not data.num_targets:
             return
@@ -289,7 +289,7 @@ class Session:
         self._records[self.step]["losses"] = self._spikes.to_json()
 
     def look_at_failure(self) -> None:
-        """Where the step that was under way has a value that is not finite, its documents are to be reported."""
+        """Where the step that was under way has a value that is not finite, its documents are reported."""
         data = self._data
         if data is not None and data.chunk_losses and math.isnan(data.loss):
             with suppress(UserError):  # what ends the run is reported, not what else is wrong

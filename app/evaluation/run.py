@@ -170,8 +170,8 @@ def _file_name(tasks: Sequence[str]) -> str:
 
 
 def _save(result: dict[str, Any], run: Path | None, out: Path | None, svg: Path | None) -> list[Path]:
-    """Write results to evals/ of the run and to `out`, and the heat maps to `svg`; the files written. Stderr hears of
-    one that cannot be: the results are still to be shown."""
+    """Write results to evals/ of the run and to `out`, and the heat maps to `svg`; the files written. One that
+    cannot be is reported on stderr: the results are still to be shown."""
     from penstock.app.evaluation import needles
 
     text = json_text(result, indent=1)

@@ -154,8 +154,8 @@ class ModelSpec:
     @property
     def lowest_trained(self) -> int:
         """Index of the lowest block that computes with anything trained, where backward ends; their number if none."""
-        frozen = (all(self.buffers[name].frozen for name in block.buffers) for block in self.blocks)
-        return next((i for i, is_frozen in enumerate(frozen) if not is_frozen), len(self.blocks))
+        trained = (i for i, block in enumerate(self.blocks) if not all(self.buffers[b].frozen for b in block.buffers))
+        return next(trained, len(self.blocks))
 
 
 def rotary_tables(config: Any) -> list[dict[str, Any]]:

@@ -421,5 +421,4 @@ class NvmeStore:
                 array.written.clear()
             self._manifest = successor
         successor.back_up({self.root, *(drive.folder for drive in self._drives)})
-        if moved or len(self._drives) > len(self._drives.active):
-            tidy(self.root, self._drives, self._arrays.values(), moved, successor)
+        tidy(self.root, self._drives, self._arrays.values(), moved, successor)

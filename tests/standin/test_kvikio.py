@@ -1,5 +1,6 @@
 """kvikio's reads in compatibility mode, as they are on a card: its threads, its pinned buffers, real copies."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,10 +62,16 @@ def test_weights_come_straight_into_their_slots(tmp_path: Path) -> None:
         for _ in range(2):
             train_step(session)
         session.executor.drain()
-        actions = {span.op for span in session.executor.take_spans()}
+        spans = session.executor.take_spans()
+        actions = {span.op for span in spans}
         made = standin.counts() - before
         assert "read_weights_whole" in actions
         assert "read_weights" not in actions
+        copied, updated = (
+            Counter((span.block, span.chunk) for span in spans if span.op == op)
+            for op in ("load_weights_part", "update")
+        )
+        assert copied <= updated
         assert made.total("pageable_copy", "refusal") == 0
         # What was read is what the store holds.
         name, buffer = next(iter(session.plan.buffers.items()))
