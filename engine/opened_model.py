@@ -221,7 +221,7 @@ class OpenedModel(Texts):
         lengths = max(([sizes[i] - 1 for i in batch] for batch in batches), key=sum)
         texts = [[pairs[i] for i in batch] for batch in batches]
         streams = ([scored_stream(some)] for some in texts)
-        if self.spec.recurrent:  # a text is one chunk
+        if self.spec.whole_documents:  # a text is one chunk
             lengths = [max(sizes) - 1] * max(map(len, batches))
             streams = ([scored_stream([pair]) for pair in some] for some in texts)
         computing, result = self._prepare(lengths, continued=False), [(0.0, True)] * len(pairs)

@@ -140,7 +140,7 @@ class Forward:
         left = 0
         for row in rows:
             ids, start = list(row.ids), row.start
-            if self._on.spec.recurrent:
+            if self._on.spec.whole_documents:
                 left = 0
             while ids:
                 if not left:
@@ -150,7 +150,7 @@ class Forward:
                     pieces.append([])
                     left = capacity[len(pieces) - 1]
                 now = ids[:left]
-                assert len(now) == len(ids) or not self._on.spec.recurrent, "a sequence is one chunk"
+                assert len(now) == len(ids) or not self._on.spec.whole_documents, "a sequence is one chunk"
                 pieces[-1].append(Row(row.sequence, start, now, wanted=len(now) == len(ids)))
                 ids, start, left = ids[len(now) :], start + len(now), left - len(now)
         yield pieces

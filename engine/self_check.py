@@ -46,8 +46,9 @@ _OTHER_SEEDS = 3
 
 _CHUNK = 29
 _LOGITS_BYTES = 1 << 14
-_ROWS = ((61, 35), (50, 17, 29))
-"""Document lengths of two micro-batches of 96 tokens: chunks and documents end at different places."""
+_ROWS = ((61, 35), (30, 28, 38))
+"""Document lengths of two micro-batches of 96 tokens: documents end within chunks, one with a chunk, and one a token
+behind one."""
 _LONG_ROWS = ((96,), (96,))
 """For models which carry state: whole documents only."""
 
@@ -135,7 +136,7 @@ def _compare(
     generator = torch.Generator().manual_seed(seed)
     rows = [
         [torch.randint(spec.vocab_size, (length,), generator=generator) for length in row]
-        for row in (_LONG_ROWS if spec.recurrent else _ROWS)
+        for row in (_LONG_ROWS if spec.whole_documents else _ROWS)
     ]
     if dtype == torch.float64:
         small = copy.deepcopy(small)
@@ -200,7 +201,7 @@ def _problem(spec: ModelSpec, batch: Sequence[MicroBatch], chunk_tokens: int) ->
         rows=1,
         row_tokens=max(len(one.ids) for one in batch),
         chunk_tokens=chunk_tokens,
-        chunk_per_row=spec.recurrent,
+        chunk_per_row=spec.whole_documents,
         workspace_bytes=0,
         gpu_budget=0,
         ram_budget=2**40,

@@ -351,7 +351,7 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
         data,
         train,
         vocab_size=spec.vocab_size,
-        one_document_per_row=spec.recurrent,
+        one_document_per_row=spec.whole_documents,
         documents=documents,
         endless=not validation,
     )

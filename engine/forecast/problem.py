@@ -77,9 +77,11 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
         figures: dict[str, Any] = {}
         if layer is not None:
             shape = spec.attention[layer]
+            state = spec.state_of(layer)
             figures = {
-                # A branch is not part of a graph that is saved.
-                "graph_bytes_per_token": None if spec.branches else graphs[layer],
+                # A branch is not part of a graph that is saved, and a graph is of one document.
+                "graph_bytes_per_token": None if spec.branches or state is not None else graphs[layer],
+                "recurrent_bytes": 0 if state is None else state.nbytes(item),
                 # What is saved of a layer that runs eagerly is what its operations hand on to one another.
                 "elementwise_bytes_per_token": eager[layer] or 0,
                 "unread_flops_per_token": unread_matmul(spec, block, spec.unread[layer]),

@@ -78,8 +78,8 @@ class Query:
     def _problem(self, lengths: Sequence[int], chunk: int, *, continued: bool) -> PlanInput:
         spec, cuda = self.spec, self.device_type == "cuda"
         # Layers that carry a state compute each sequence as one chunk, whatever its length.
-        rows, row_tokens = (len(lengths), max(lengths)) if spec.recurrent else (1, sum(lengths))
-        chunk = row_tokens if spec.recurrent else min(chunk, row_tokens)
+        rows, row_tokens = (len(lengths), max(lengths)) if spec.whole_documents else (1, sum(lengths))
+        chunk = row_tokens if spec.whole_documents else min(chunk, row_tokens)
         return PlanInput(
             blocks=block_shapes(spec, self.dtype),
             buffers=whole_buffers(spec, self.dtype),
@@ -89,7 +89,7 @@ class Query:
             rows=1,
             row_tokens=row_tokens,
             chunk_tokens=chunk,
-            chunk_per_row=spec.recurrent,
+            chunk_per_row=spec.whole_documents,
             workspace_bytes=temporaries_bytes(
                 spec,
                 chunk,
@@ -124,7 +124,7 @@ class Query:
     def _more(self, lengths: Sequence[int]) -> list[int]:
         """Lengths of as many sequences or some more, that come to as many tokens or some more."""
         count, total = _rounded(len(lengths), 4), sum(lengths)
-        if self.spec.recurrent:
+        if self.spec.whole_documents:
             return [_rounded(max(lengths), 16)] * count
         others = max(1, count - len(lengths))
         return [*lengths, *[(_rounded(total, 16) - total) // others] * others]
@@ -132,7 +132,7 @@ class Query:
     def _plan(self, lengths: Sequence[int], *, continued: bool) -> Plan:
         fits: list[Plan] = []
         refusals: list[BudgetError] = []
-        for chunk in CHUNKS[: 1 if self.spec.recurrent else None]:
+        for chunk in CHUNKS[: 1 if self.spec.whole_documents else None]:
             problem = self._problem(lengths, chunk, continued=continued)
             for streamed in (False,) if continued else (False, True):
                 try:

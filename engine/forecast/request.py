@@ -79,7 +79,7 @@ class PlanRequest:
         buffers = buffer_shapes(spec, recipe)
         largest_file = ChunkFormat(max(buffer.part_numel for buffer in buffers) * FP32).file_bytes
         optimizer = find_optimizer(train)
-        tokens = data.sequence_length if spec.recurrent else chunk_tokens
+        tokens = data.sequence_length if spec.whole_documents else chunk_tokens
         temporaries = temporaries_bytes(
             spec,
             tokens,
@@ -102,7 +102,7 @@ class PlanRequest:
             rows=train.micro_batch_size,
             row_tokens=data.sequence_length,
             chunk_tokens=chunk_tokens,
-            chunk_per_row=spec.recurrent,
+            chunk_per_row=spec.whole_documents,
             workspace_bytes=temporaries,
             gpu_budget=budgets.gpu,
             ram_budget=budgets.ram,
@@ -139,7 +139,7 @@ class PlanRequest:
     @property
     def chunks(self) -> list[int]:
         data, train = self.recipe.data, self.recipe.train
-        if self.spec.recurrent:
+        if self.spec.whole_documents:
             return [data.sequence_length]
         if train.chunk_tokens is not None:
             return [train.chunk_tokens]

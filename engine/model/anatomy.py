@@ -32,7 +32,7 @@ from penstock.engine.model.spec import (
     frozen,
     rotary_tables,
 )
-from penstock.engine.model.trace import Trial, attention_shapes, run_trial
+from penstock.engine.model.trace import Trial, layer_shapes, run_trial
 from penstock.engine.optim.groups import nearest
 from penstock.storage.files.errors import UserError, refused
 from penstock.storage.files.untrusted import one_line
@@ -95,7 +95,11 @@ def take_apart(
     constants = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in parameters}
     length_dependent = _length_dependent(model)
     with refused(f"{kind}: transformers does not run the model", with_type=False):
-        shapes = attention_shapes(model, structures, attends, returns)  # last, as it takes the model's layers away
+        # Last, as it takes the model's layers away.
+        shapes, states = layer_shapes(model, structures, attends, returns, [trial.states[i] for i in stand_ins])
+    whole_documents = trial.whole_documents or any(
+        state is None and trial.states[i] is not None for state, i in zip(states, stand_ins, strict=True)
+    )
     of_layers = ([name for name in (trial.unread[i],) if name is not None] for i in stand_ins)
     unread = tuple(next(iter(_outside(names, branch)), None) for names, branch in zip(of_layers, branches, strict=True))
     spec = ModelSpec(
@@ -110,7 +114,8 @@ def take_apart(
         experts=tuple(sorted({n for name in _EXPERT_COUNTS if isinstance(n := getattr(text, name, None), int)})),
         experts_per_token=per_token,
         attention=tuple(shapes),
-        recurrent=trial.recurrent,
+        whole_documents=whole_documents,
+        states=() if whole_documents or not any(states) else tuple(states),
         length_dependent_rotary=length_dependent,
         structures=tuple(structures),
         unread=unread,

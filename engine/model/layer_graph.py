@@ -43,8 +43,10 @@ class LayerGraph:
     names: Sequence[str]
     """State-dict names of the layer's trained parameters."""
     parameters: Sequence[Tensor]
+    before: Sequence[Tensor] = ()
+    """Further leaves: the recurrent state that the chunk began with."""
     sent: Sequence[Tensor] = ()
-    """Further outputs: what a router sent to experts that are a block of their own."""
+    """Further outputs: what a router sent to experts that are a block of their own, the state behind the chunk."""
     products: Sequence[Product] = ()
     """What the gradients of other trained parameters are products of, named as in a state dict."""
     projection: Projection | None = None
@@ -58,6 +60,8 @@ class LayerGraph:
     _project: Callable[[Mapping[str, Tensor]], tuple[Projection, Sequence[Product]]] | None = None
     """Makes the projection again, with a graph of its own down to x, and the products in it."""
     _dx: Tensor | None = None
+    dbefore: Sequence[Tensor] = ()
+    """Gradients of `before`, after `top`, of a graph that is not cut."""
 
     def top(
         self,
@@ -78,8 +82,10 @@ class LayerGraph:
         wanted = self._wanted() if self.out is None else [*self._wanted(), self.out]
         given = [gradient.to(sent.dtype).view(sent.shape) for gradient, sent in zip(dsent, self.sent, strict=True)]
         result = self._backward([self.y, *self.sent], [dy, *given], wanted, weights)
-        self._dx = result[0]
-        self._add(result[1 : len(self._wanted())], grads)
+        self._dx, *rest = result[: len(self._wanted())]
+        found = zip(self.before, rest, strict=False)
+        self.dbefore = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in found]
+        self._add(rest[len(self.before) :], grads)
         self.products = again
         return None if self.out is None else result[-1]
 
@@ -148,9 +154,9 @@ class LayerGraph:
         return result
 
     def _wanted(self) -> list[Tensor | GradientEdge]:
-        """What backward is to find the gradients of: the input, parameters, factors of products."""
+        """What backward is to find the gradients of: inputs, parameters, factors of products."""
         factors = [factor for product in self.products for factor in (product.into, product.onto)]
-        return [self.x, *self.parameters, *factors]
+        return [self.x, *self.before, *self.parameters, *factors]
 
     def _add(self, result: Sequence[Tensor | None], grads: Mapping[str, Tensor]) -> None:
         sums = grads if isinstance(grads, GradientSums) else GradientSums(grads)

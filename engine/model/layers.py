@@ -24,6 +24,7 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.branches import Outbox, Sender
 from penstock.engine.model.joined import JoinedTwin
 from penstock.engine.model.layer_graph import LayerGraph, Projection, SavedTensors
+from penstock.engine.model.recurrence import Segment, SegmentHandlers, States
 from penstock.engine.model.router import RouterBalance
 from penstock.engine.model.skeleton import LayerCall, Tensors
 from penstock.engine.model.spec import ModelSpec
@@ -102,12 +103,14 @@ class _Template:
         """Its forward with a graph to save, and what backward recomputes."""
         self.recomputed = SummedTwin(whole, names, unread)
         self.modules = (whole, self.saving.module, self.recomputed.module)
+        self._recurrent = spec.state_of(index) is not None
         self._indices: dict[int, list[tuple[nn.Module, str, Any]]] = {}
 
     def compile(self, compiled: Compiled) -> None:
-        """Run through torch.compile from now on, or eagerly: forward, forward with a graph to save, and recompute."""
+        """Run through torch.compile from now on, or eagerly: forward, forward with a graph to save, and recompute. What
+        runs document by document is never compiled: each length would be a graph of its own."""
         run: list[Callable[..., Any]] = [*self.modules]
-        if compiled:
+        if compiled and not self._recurrent:
             # One graph per chunk length: a general-size graph would also slow down the usual length.
             backend = "inductor" if compiled is True else compiled
             run = [torch.compile(module, dynamic=False, backend=backend) for module in self.modules]
@@ -216,11 +219,12 @@ class LayerRunner:
         """Output [n, hidden] of layer `index` for x [n, hidden]; fills `state` (None for a layer without attention).
         `keys`: attention goes over these ranges of the stream one at a time; None: over all keys at once."""
         with torch.no_grad():
+            call = inputs.calls[index]
             if state is None:
-                return self._run(index, weights, x[None], inputs, None)
+                return self._run(index, weights, x[None], call, None)
             state = self.in_blocks(index, state)
             if keys is None:
-                return self._run(index, weights, x[None], inputs, attention.forward_handler(state))
+                return self._run(index, weights, x[None], call, attention.forward_handler(state))
             p = self.project(index, weights, x, inputs)
             state.write(p.k, p.v)
             attention.forward_in_pieces(state, p.q, p.call, keys)
@@ -232,7 +236,7 @@ class LayerRunner:
         """Output [n, hidden] of layer `index` for x [n, hidden], with attention by `handler` (None: it has none). Never
         compiled: each n would be a graph of its own."""
         with torch.no_grad():
-            return self._run(index, weights, x[None], inputs, handler, self._template(index).plain)
+            return self._run(index, weights, x[None], inputs.calls[index], handler, self._template(index).plain)
 
     def backward(
         self,
@@ -252,7 +256,7 @@ class LayerRunner:
         `forward`. `dsent`: the gradients of what it handed to its branch."""
         if state is None or keys is None:
             handler = None if state is None else attention.backward_handler(self.in_blocks(index, state))
-            graph = self._graph(index, weights, x, inputs, handler, save_graph=False)
+            graph = self._graph(index, weights, x, inputs.calls[index], handler, save_graph=False)
             graph.top(weights, dy, grads, dsent)
             return graph.dx()
         graph = self.graph(index, weights, x, inputs, state.out, save_graph=False)
@@ -262,6 +266,80 @@ class LayerRunner:
         q, call = graph.projection.q.detach(), graph.projection.call
         *given, dsinks = attention.backward_in_pieces(self.in_blocks(index, state), dout, q, call, keys)
         return graph.bottom(weights, given, grads, dsinks)
+
+    # ------------------------------------------------------------------ document by document
+
+    def segment_handlers(self, index: int, state: AttentionState | None) -> SegmentHandlers:
+        """Attention of the parts of a chunk with `state` (None: the layer has none)."""
+
+        def handler(segment: Segment, backward: bool) -> Handler | None:
+            if state is None:
+                return None
+            own = self.in_blocks(index, segment.attends(state))
+            return attention.backward_handler(own) if backward else attention.forward_handler(own)
+
+        return handler
+
+    def forward_segments(
+        self,
+        index: int,
+        weights: Tensors,
+        x: Tensor,
+        segments: Sequence[Segment],
+        handlers: SegmentHandlers,
+        before: States | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As `forward`, of a layer with a recurrent state: its output [n, hidden] for x [n, hidden], which begins with
+        the state `before`, and the state behind it. `before` is read where a document began before x."""
+        recurrent = self._spec.states[index]
+        assert recurrent is not None
+        parts: list[Tensor] = []
+        sent: list[tuple[Tensor, ...]] = []
+        behind = [] if before is None else [*before]
+        with torch.no_grad():
+            for segment in segments:
+                call, cache = segment.call(index, recurrent, behind)
+                handler = segment.handler(handlers(segment, False))
+                parts.append(segment.own(self._run(index, weights, segment.of(x)[None], call, handler)))
+                sent.append(tuple(segment.own(tensor.view(-1, tensor.shape[-1])) for tensor in self.sent))
+                behind = cache.states(recurrent)
+        self.sent = tuple(torch.cat(tensors) for tensors in zip(*sent, strict=True))
+        return torch.cat(parts), behind
+
+    def backward_segments(
+        self,
+        index: int,
+        weights: Tensors,
+        x: Tensor,
+        dy: Tensor,
+        segments: Sequence[Segment],
+        handlers: SegmentHandlers,
+        before: States | None,
+        dbehind: States,
+        grads: Tensors,
+        *,
+        dsent: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """As `backward`: the gradients of x and of the state `before`; `dbehind`: of the state behind x. Either is
+        empty where no document goes on from chunk to chunk there."""
+        recurrent = self._spec.states[index]
+        assert recurrent is not None
+        parts: list[Tensor] = []
+        dbefore: Sequence[Tensor] = ()
+        for segment in reversed(segments):
+            leaves = [tensor.detach().requires_grad_() for tensor in before or ()] if segment.continues else []
+            call, cache = segment.call(index, recurrent, leaves)
+            handler = segment.handler(handlers(segment, True))
+            graph = self._graph(index, weights, segment.of(x), call, handler, save_graph=False)
+            graph.before, given = leaves, [segment.gradient_of(gradient) for gradient in dsent]
+            if dbehind and segment is segments[-1]:
+                graph.sent, given = [*graph.sent, *cache.states(recurrent)], [*given, *dbehind]
+            graph.top(weights, segment.gradient_of(dy), grads, given)
+            parts.append(segment.own(graph.dx()))
+            dbefore = graph.dbefore
+        return torch.cat(parts[::-1]), dbefore
+
+    # ------------------------------------------------------------------ documents
 
     def documents(self, index: int, documents: Sequence[int], tokens: int) -> Sequence[int]:
         """Starts of the documents of a stream of `tokens`, or of the blocks that layer `index` cuts them into."""
@@ -280,16 +358,16 @@ class LayerRunner:
     def project(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs) -> Projection:
         """What layer `index` asks of attention for x [n, hidden]; nothing after that is computed."""
         with torch.no_grad():
-            return self._project(index, weights, x[None], inputs)
+            return self._project(index, weights, x[None], inputs.calls[index])
 
     def _project(
-        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, run: Callable[..., Any] | None = None
+        self, index: int, weights: Tensors, x: Tensor, call: LayerCall, run: Callable[..., Any] | None = None
     ) -> Projection:
         def leave(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
             raise _Projected(Projection(q, k, v, call))
 
         try:
-            self._run(index, weights, x, inputs, leave, run)
+            self._run(index, weights, x, call, leave, run)
         except _Projected as found:
             projection: Projection = found.args[0]
             return projection
@@ -298,7 +376,7 @@ class LayerRunner:
     def forward_given(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor) -> Tensor:
         """Output [n, hidden] of layer `index` for x [n, hidden] and the output of its attention."""
         with torch.no_grad():
-            return self._run(index, weights, x[None], inputs, lambda q, k, v, call: out)
+            return self._run(index, weights, x[None], inputs.calls[index], lambda q, k, v, call: out)
 
     def graph(
         self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, out: Tensor, *, save_graph: bool
@@ -312,7 +390,7 @@ class LayerRunner:
             seen.append(Projection(q, k, v, call))
             return out
 
-        graph = self._graph(index, weights, x, inputs, handle, save_graph=save_graph)
+        graph = self._graph(index, weights, x, inputs.calls[index], handle, save_graph=save_graph)
         graph.projection, graph.out = seen[0], out
         leaf = graph.x  # not the graph: what refers to itself lives until garbage is collected
         assert isinstance(leaf, Tensor)
@@ -320,7 +398,7 @@ class LayerRunner:
         def project(weights: Tensors) -> tuple[Projection, Sequence[Product]]:
             template = self._template(index)
             products, _, _ = self._summed(index, template.recomputed, leaf[0])
-            return self._project(index, weights, leaf, inputs, template.recompute), products
+            return self._project(index, weights, leaf, inputs.calls[index], template.recompute), products
 
         graph._project = project
         return graph
@@ -335,7 +413,7 @@ class LayerRunner:
         with torch.enable_grad():
             entered: Tensor = _Entry.apply(x[None], torch.zeros((), device=x.device, requires_grad=True))  # type: ignore[no-untyped-call]
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-                y = self._run(index, weights, entered, inputs, handler, template.save_graph)
+                y = self._run(index, weights, entered, inputs.calls[index], handler, template.save_graph)
         graph = LayerGraph(
             x=get_gradient_edge(entered),
             y=get_gradient_edge(y),
@@ -347,7 +425,7 @@ class LayerRunner:
         return graph, y.detach()
 
     def _graph(
-        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None, *, save_graph: bool
+        self, index: int, weights: Tensors, x: Tensor, call: LayerCall, handler: Handler | None, *, save_graph: bool
     ) -> LayerGraph:
         template = self._template(index)
         products, names, parameters = self._summed(index, template.saving if save_graph else template.recomputed, x)
@@ -356,9 +434,9 @@ class LayerRunner:
         with torch.enable_grad():
             if save_graph:
                 with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-                    y = self._run(index, weights, x, inputs, handler, template.save_graph)
+                    y = self._run(index, weights, x, call, handler, template.save_graph)
             else:
-                y = self._run(index, weights, x, inputs, handler, template.recompute)
+                y = self._run(index, weights, x, call, handler, template.recompute)
         return LayerGraph(
             x=x,
             y=y,
@@ -395,7 +473,7 @@ class LayerRunner:
         index: int,
         weights: Tensors,
         x: Tensor,
-        inputs: LayerInputs,
+        call: LayerCall,
         handler: Handler | None,
         run: Callable[..., Any] | None = None,
     ) -> Tensor:
@@ -405,7 +483,6 @@ class LayerRunner:
         for name, buffer in template.buffers.items():
             buffer.data = self._buffers[index][name]
         template.adopt(index, self._layers[index])
-        call = inputs.calls[index]
         run = template.forward if run is None else run
         if handler is None:
             output = run(x, *call.args, **call.kwargs)

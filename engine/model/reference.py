@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.engine.attention.chunk import AttentionState
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.layers import LayerInputs
+from penstock.engine.model.recurrence import Segment, States
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import EMBED, HEAD, ModelSpec, depths, layouts
 from penstock.engine.model.tokens import (
@@ -117,7 +118,7 @@ def forward_backward(
     """
     layers, num_layers = runner.layers, len(runner.spec.attention)
     total = sum(total_weight(stream.labels, stream.weights) for stream in streams)
-    ranges = [chunk_ranges(stream, None if runner.spec.recurrent else chunk_tokens) for stream in streams]
+    ranges = [chunk_ranges(stream, None if runner.spec.whole_documents else chunk_tokens) for stream in streams]
     chunks = [chunk for s, cuts in zip(streams, ranges, strict=True) for chunk in _cut(runner, s, cuts, in_pieces)]
 
     # Forward. Every layer's input is saved, and of its attention keys, values, output and log-sum-exp.
@@ -129,16 +130,24 @@ def forward_backward(
     attended: list[list[AttentionState | None]] = []
     sent: list[list[tuple[Tensor, ...]]] = [[] for _ in range(num_layers)]
     """What layers handed to a part that is a block of its own."""
+    begun: list[list[States | None]] = []
+    """What layers remember beside attention of the tokens before each chunk."""
     for layer in range(num_layers):
         here = _of_layer(runner, layer, weights)
         inputs.append(hidden)
         states = (layers.states(layer, s.documents, cuts) for s, cuts in zip(streams, ranges, strict=True))
         attended.append([state for of_stream in states for state in of_stream])
-        outputs = []
+        outputs, remembered, recurrent = [], None, runner.spec.state_of(layer) is not None
+        begun.append([])
         for x, chunk, state in zip(hidden, chunks, attended[layer], strict=True):
             if layers.balance is not None:
                 layers.balance.watch(len(x), counting=True)
-            y = layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
+            begun[layer].append(remembered)
+            if recurrent:
+                handlers = layers.segment_handlers(layer, state)
+                y, remembered = layers.forward_segments(layer, here, x, chunk.segments, handlers, remembered)
+            else:
+                y = layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
             sent[layer].append(layers.sent)
             outputs.append(runner.branches.forward(layer, here, y, layers.sent) if layers.sent else y)
         hidden = outputs
@@ -165,12 +174,20 @@ def forward_backward(
     lowest = runner.spec.lowest_trained
     for layer in range(max(0, lowest - 1), num_layers)[::-1]:
         here, sums = (_of_layer(runner, layer, tensors) for tensors in (weights, gradients))
+        behind: States = ()
+        recurrent = runner.spec.state_of(layer) is not None
         for i in backwards:
             x, state, chunk = inputs[layer][i], attended[layer][i], chunks[i]
             if layers.balance is not None:
                 layers.balance.watch(len(x), counting=False)
             given, dy = sent[layer][i], hidden[i]
             dsent = runner.branches.backward(layer, here, given, dy, sums) if given else ()
+            if recurrent:
+                handlers, before = layers.segment_handlers(layer, state), begun[layer][i]
+                hidden[i], behind = layers.backward_segments(
+                    layer, here, x, dy, chunk.segments, handlers, before, behind, sums, dsent=dsent
+                )
+                continue
             hidden[i] = layers.backward(layer, here, x, dy, chunk.inputs, state, sums, keys=chunk.keys, dsent=dsent)
     here, sums = _of_block(runner, EMBED, weights), _of_block(runner, EMBED, gradients)
     for i in backwards if lowest == 0 else ():
@@ -211,6 +228,8 @@ def _sequences(
 class _Chunk(NamedTuple):
     tokens: ChunkTokens
     inputs: LayerInputs
+    segments: list[Segment]
+    """Its documents, of a model whose layers remember."""
     keys: Sequence[tuple[int, int]] | None
 
 
@@ -221,5 +240,7 @@ def _cut(runner: ModelRunner, stream: MicroBatch, ranges: Sequence[tuple[int, in
         positions = stream.positions[start:end]
         weights = None if stream.weights is None else stream.weights[start:end]
         tokens = ChunkTokens.of(stream.ids[start:end], stream.labels[start:end], positions, weights).to(runner.device)
-        chunks.append(_Chunk(tokens, runner.inputs(positions, longest[start:end]), keys))
+        last, of = longest[start:end], stream.documents
+        segments = runner.segments(tokens.positions, last, start, of) if any(runner.spec.states) else []
+        chunks.append(_Chunk(tokens, runner.inputs(positions, last), segments, keys))
     return chunks

@@ -4,6 +4,7 @@ model/layers.py, what surrounds them by the model's own forward (model/skeleton.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from penstock.engine.model import loss as loss_terms
 from penstock.engine.model import skeleton
 from penstock.engine.model.branches import BranchRunner
 from penstock.engine.model.layers import LayerInputs, LayerRunner
+from penstock.engine.model.recurrence import Segment, document_ranges
 from penstock.engine.model.router import RouterBalance, find_router
 from penstock.engine.model.skeleton import LayerCall, Skeleton, Tensors
 from penstock.engine.model.spec import ModelSpec, rotary_threshold
@@ -86,6 +88,20 @@ class ModelRunner:
             for last in others:
                 calls = _merged(calls, self._calls_of(positions, last), (longest == last).to(self.device))
         return LayerInputs(calls)
+
+    def segments(
+        self, positions: Tensor, longest: Tensor | None, start: int, documents: Sequence[int]
+    ) -> list[Segment]:
+        """The tokens of a chunk that begins at `start` of a stream, document by document, with the arguments of every
+        layer for each; `positions` and `longest` [n] as for `inputs`, `documents`: the stream's."""
+        result = []
+        for first, end, continues in document_ranges(start, start + len(positions), documents):
+            segment = Segment(first, end, continues, ())
+            own, last = segment.of(positions), None if longest is None else segment.of(longest)
+            if segment.lengthened:
+                own = own + torch.arange(2, device=own.device)
+            result.append(replace(segment, calls=self.inputs(own, last).calls))
+        return result
 
     def _calls_of(self, positions: Tensor, last: int) -> tuple[LayerCall, ...]:
         """Arguments of every layer for tokens [n] of a document that ends at position `last`."""

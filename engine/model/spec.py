@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from penstock.engine.branches.base import Sent
 from penstock.engine.config import AdapterConfig
@@ -67,6 +68,34 @@ class AttentionShape:
     softcap: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor by which a layer hands on, beside attention, what it remembers of the tokens before."""
+
+    kind: Literal["conv", "recurrent"]
+    """Last inputs of a convolution over tokens, or what a recurrence has summed."""
+    number: int
+    """Which one of that kind in the layer."""
+    shape: tuple[int, ...]
+    float32: bool
+    """Whatever the compute dtype is; else it has that."""
+
+    def nbytes(self, compute_bytes: int) -> int:
+        return math.prod(self.shape) * (4 if self.float32 else compute_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """What a layer hands from one chunk of a document to the next (model/recurrence.py)."""
+
+    argument: str
+    """Name of the layer's argument for a cache, through which transformers hands it over."""
+    tensors: tuple[StateTensor, ...]
+
+    def nbytes(self, compute_bytes: int) -> int:
+        return sum(tensor.nbytes(compute_bytes) for tensor in self.tensors)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model as the engine sees it. engine/model/anatomy.py builds it."""
@@ -91,8 +120,9 @@ class ModelSpec:
     """Of which a token is routed to so many."""
     attention: tuple[AttentionShape | None, ...]
     """Per layer; None for a layer without attention."""
-    recurrent: bool
-    """Some layer carries state from token to token outside attention: a sequence is one chunk and one document."""
+    whole_documents: bool
+    """Some layer carries state from token to token outside attention that it cannot hand over: a document is one chunk,
+    and a row is one document."""
     length_dependent_rotary: bool
     """The rotary tables of a document depend on its length."""
     structures: tuple[int, ...]
@@ -106,6 +136,8 @@ class ModelSpec:
     lie one behind the other (model/joined.py)."""
     returns: tuple[int, ...] = field(repr=False)
     """Per layer: 0 if it returns a tensor, else the length of the tuple it returns."""
+    states: tuple[RecurrentState | None, ...] = ()
+    """Per layer what it hands on from chunk to chunk beside keys and values; empty: no layer does."""
     counts_positions: tuple[bool, ...] = field(default=(), repr=False)
     """Per layer: whether it counts the positions of its tokens by a cache (model/skeleton.py: TokensBefore)."""
     branches: tuple[str | None, ...] = ()
@@ -118,6 +150,14 @@ class ModelSpec:
     """Weight that the model's config gives the load-balancing loss of its routers where it switches that on."""
     graph_bytes: dict[str, tuple[int | None, ...]] = field(default_factory=dict, compare=False, repr=False)
     """`graph_key` -> per layer the bytes a token that a saved graph takes, where model/graph_size.py found them."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Some layer carries state from token to token outside attention."""
+        return self.whole_documents or any(self.states)
+
+    def state_of(self, layer: int) -> RecurrentState | None:
+        return self.states[layer] if self.states else None
 
     @property
     def num_trained(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,11 +20,14 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.model import skeleton
 from penstock.engine.model.decay import undecayed_matrices
 from penstock.engine.model.joined import readers_of_one
-from penstock.engine.model.spec import AttentionShape
+from penstock.engine.model.recurrence import find_state, with_shapes
+from penstock.engine.model.skeleton import LayerCall
+from penstock.engine.model.spec import AttentionShape, RecurrentState
 from penstock.engine.model.sums import summed_linears, unread_linear
 from penstock.storage.files.errors import UserError
 
 _TOKENS = 12
+_CUT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,10 @@ class Trial:
     summed: tuple[tuple[str, ...], ...]
     sharing: tuple[tuple[tuple[str, ...], ...], ...]
     """Per layer: those of them that read one tensor, in the order in which they are called (engine/model/joined.py)."""
-    recurrent: bool
-    """Some layer mixes tokens outside of attention, or the model takes no positions."""
+    whole_documents: bool
+    """Some layer mixes tokens outside of attention and hands nothing on, or attends without being told positions."""
+    states: tuple[RecurrentState | None, ...]
+    """Per layer what it hands on instead, without shapes."""
     counts_positions: tuple[bool, ...]
     """Per layer: whether it asks a cache how many tokens came before, to count its own from there."""
     undecayed: frozenset[str]
@@ -89,29 +95,53 @@ def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) ->
     kind = f"model type '{config.model_type}'"
     prefix, layers = skeleton.find_layers(model)
     outer = {n: skeleton.site_parameter(s) for n, s in skeleton.parameter_sites(model, exclude=prefix).items()}
-    seen, logits = _run_recorded(kind, model, layers)
+    seen, logits = _run_recorded(kind, model, layers, range(_TOKENS))
     _refuse_side_channels(kind, seen)
     embed = _used(seen[0].hidden, outer)
     head = _used(logits, outer)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     mixes = [_mixes_tokens(kind, i, layer, call) for i, (layer, call) in enumerate(zip(layers, seen, strict=True))]
+    states = _states(kind, model, layers, seen, mixes) if any(mixes) else (None,) * len(layers)
+    attends = tuple(call.attention_calls > 0 for call in seen)
     unread, summed, sharing = zip(*(_linears(*of) for of in zip(layers, seen, strict=True)), strict=True)
     return Trial(
         embed_parameters=frozenset(embed),
         head_parameters=frozenset(head),
         returns=tuple(len(call.output) if isinstance(call.output, tuple) else 0 for call in seen),
-        attends=tuple(call.attention_calls > 0 for call in seen),
+        attends=attends,
         unread=unread,
         summed=summed,
         sharing=sharing,
-        recurrent=any(mixes) or not takes_positions,
+        whole_documents=any(mixed and state is None for mixed, state in zip(mixes, states, strict=True))
+        or (any(attends) and not takes_positions),
+        states=states,
         counts_positions=tuple(_counts_positions(layer, call) for layer, call in zip(layers, seen, strict=True)),
         undecayed=undecayed_matrices(model, _constant),
     )
 
 
-def _run_recorded(kind: str, model: PreTrainedModel, layers: nn.ModuleList) -> tuple[list[_Seen], Tensor]:
-    """What every layer was given and returned, and the logits as a function of the last layer's detached output."""
+def _states(
+    kind: str, model: PreTrainedModel, layers: nn.ModuleList, seen: Sequence[_Seen], mixes: Sequence[bool]
+) -> tuple[RecurrentState | None, ...]:
+    """What each layer hands on from chunk to chunk, of those that mix tokens outside of attention."""
+    parts = [_run_recorded(kind, model, layers, of)[0] for of in (range(_CUT), range(_CUT, _TOKENS))]
+    result = []
+    for layer, mixed, *calls in zip(layers, mixes, seen, *parts, strict=True):
+
+        def run(x: Tensor, call: LayerCall, layer: nn.Module = layer) -> Tensor:
+            output = layer(x, *call.args, **call.kwargs)
+            y: Tensor = output[0] if isinstance(output, tuple) else output
+            return y
+
+        given = [LayerCall(call.args, call.kwargs) for call in calls]
+        with attention.use(_blind), torch.enable_grad():
+            result.append(find_state(run, calls[0].hidden, _CUT, given) if mixed else None)
+    return tuple(result)
+
+
+def _run_recorded(kind: str, model: PreTrainedModel, layers: nn.ModuleList, of: range) -> tuple[list[_Seen], Tensor]:
+    """What every layer was given for tokens at positions `of` and returned, and the logits as a function of the last
+    layer's detached output."""
     seen: list[_Seen] = []
     calls = 0
 
@@ -134,7 +164,7 @@ def _run_recorded(kind: str, model: PreTrainedModel, layers: nn.ModuleList) -> t
         cut = seen[-1].output_hidden.detach().requires_grad_()
         return (cut, *output[1:]) if isinstance(output, tuple) else cut
 
-    positions = torch.arange(_TOKENS)[None]
+    positions = torch.arange(of.start, of.stop)[None]
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     kwargs = {"position_ids": positions} if takes_positions else {}
     with ExitStack() as hooks, attention.use(attend), torch.enable_grad():
@@ -258,13 +288,19 @@ class _Captured(BaseException):
     """Leaves a layer at its attention call, with the fields of an AttentionShape as args."""
 
 
-def attention_shapes(
-    model: PreTrainedModel, structures: list[int], attends: list[bool], returns: list[int]
-) -> list[AttentionShape | None]:
-    """Attention of each layer of `model` (on meta); None without. `structures[i]`: the first layer that is alike."""
+def layer_shapes(
+    model: PreTrainedModel,
+    structures: list[int],
+    attends: list[bool],
+    returns: list[int],
+    states: list[RecurrentState | None],
+) -> tuple[list[AttentionShape | None], list[RecurrentState | None]]:
+    """Attention of each layer of `model` (on meta), None without, and `states` with their shapes. `structures[i]`: the
+    first layer that is alike."""
     frame = skeleton.Skeleton(model, device=torch.device("cpu"), dtype=torch.float32, returns=returns)
     with torch.no_grad(), attention.mask_patterns():
         calls = frame.calls(torch.arange(2))
+    remembered = _state_shapes(model, calls, structures, states)
     shapes: list[AttentionShape | None] = []
     for index, layer in enumerate(frame.layers):
         if not attends[index]:
@@ -292,4 +328,28 @@ def attention_shapes(
             shapes.append(replace(shape, window=shape.window or sliding, chunk=chunked))
         else:
             raise AssertionError(f"layer {index} attends in the shrunk model only")
-    return shapes
+    return shapes, remembered
+
+
+def _state_shapes(
+    model: PreTrainedModel, calls: Sequence[LayerCall], structures: list[int], states: list[RecurrentState | None]
+) -> list[RecurrentState | None]:
+    """`states` of the layers of `model` (on meta, forwards replaced) with their shapes; `calls`: for two tokens."""
+    layers, known = skeleton.find_layers(model)[1], dict[int, RecurrentState | None]()
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    for index, state in enumerate(states):
+        if state is None or structures[index] in known:
+            continue
+        layer = copy.deepcopy(layers[index]).to(torch.bfloat16)
+
+        def run(x: Tensor, call: LayerCall, layer: nn.Module = layer) -> Tensor:
+            output = type(layer).forward(layer, x, *call.args, **call.kwargs)
+            y: Tensor = output[0] if isinstance(output, tuple) else output
+            return y
+
+        given = pytree.tree_map_only(MaskPattern, lambda pattern: None, (calls[index].args, calls[index].kwargs))
+        call = LayerCall(*pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), given))
+        x = torch.empty(1, 2, hidden, dtype=torch.bfloat16, device="meta")
+        with attention.use(_blind), torch.no_grad():
+            known[structures[index]] = with_shapes(state, run, x, call)
+    return [None if state is None else known[structures[i]] for i, state in enumerate(states)]

@@ -19,8 +19,10 @@ class ActivationKind:
     name: str
     says: str
     """What it is, for people: `a layer's input`."""
-    bytes_per_token: Callable[[PlanInput, BlockShape], int]
+    bytes_per_token: Callable[[PlanInput, BlockShape], int] = lambda problem, block: 0
     """Of the block that it is saved or loaded for, or sent by; 0: nothing, or no slot of its own."""
+    bytes_per_chunk: Callable[[PlanInput, BlockShape], int] = lambda problem, block: 0
+    """What it takes whatever a chunk's length is."""
     gpu: str
     """Memory on the compute device, as schedule/resources.py names it; kinds may share one."""
     slots: int = 0
@@ -31,6 +33,10 @@ class ActivationKind:
     """Whether it may be among what is saved of a chunk, in RAM or on NVMe."""
     gradient: str | None = None
     """Of what one block makes and another takes: the kind of the gradient that backward finds of it."""
+
+    def nbytes(self, problem: PlanInput, block: BlockShape, tokens: int) -> int:
+        """Of `tokens` tokens, a chunk or a part of one."""
+        return tokens * self.bytes_per_token(problem, block) + self.bytes_per_chunk(problem, block)
 
 
 def _hidden(problem: PlanInput, block: BlockShape) -> int:
@@ -109,11 +115,20 @@ _ROWS = (
         gpu="gpu.dkv",
         ram="ram.window_dkv",
     ),
+    # Slots: what the running op begins with and what it ends with, the next one's, one on its way out.
+    ActivationKind(
+        name="recurrent",
+        says="a layer's recurrent state",
+        bytes_per_chunk=lambda problem, block: 0 if problem.continues_only else block.recurrent_bytes,
+        gpu="gpu.recurrent",
+        slots=4,
+        ram=None,
+        saved=True,
+    ),
     # In one piece, of a size of its own: plan.offloaded_graph_bytes.
     ActivationKind(
         name="graph",
         says="a layer's saved graph",
-        bytes_per_token=lambda problem, block: 0,
         gpu="gpu.graph_slot",
         slots=3,
         ram=None,
@@ -127,6 +142,6 @@ BETWEEN = (*GRADIENT_OF, *GRADIENT_OF.values())
 """Kinds that go from block to block."""
 
 
-def widest(problem: PlanInput, kind: str) -> int:
-    """The most bytes that a token of that kind takes in any block."""
-    return max(ACTIVATIONS[kind].bytes_per_token(problem, block) for block in problem.blocks)
+def largest(problem: PlanInput, kind: str, tokens: int) -> int:
+    """The most bytes that a chunk of `tokens` tokens takes of that kind in any block."""
+    return max(ACTIVATIONS[kind].nbytes(problem, block, tokens) for block in problem.blocks)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
-from penstock.engine.plan.activations import ACTIVATIONS, BETWEEN, widest
+from penstock.engine.plan.activations import ACTIVATIONS, BETWEEN, largest
 from penstock.engine.plan.problem import (
     ALIGNMENT,
     DKV_SLOTS,
@@ -201,10 +201,10 @@ class Plan:
         return bisect_right(self.chunks, 0, key=attrgetter("micro_batch"))
 
     def saved_activations(self, block: int, chunk: int) -> dict[str, int]:
-        """Kind -> bytes of what is saved for backward of a layer's chunk: x, saved, kv, graph."""
+        """Kind -> bytes of what is saved for backward of a layer's chunk: x, saved, kv, recurrent, graph."""
         c, key = self.chunks[chunk], (block, chunk)
         graph = graph_location(key, self.saved_graphs, self.offloaded_graphs)
-        return saved_activations(self.problem, block, c.end - c.start, block in self.recomputed, graph)
+        return saved_activations(self.problem, block, c.end - c.start, block in self.recomputed, graph, c.local == 0)
 
     def saved_bytes(self, block: int, chunk: int) -> int:
         """Bytes of them, each kind in whole pages."""
@@ -314,12 +314,15 @@ def graph_location(
     return None if key not in saved else "offloaded" if key in offloaded else "gpu"
 
 
-def saved_activations(problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph) -> dict[str, int]:
+def saved_activations(
+    problem: PlanInput, block: int, tokens: int, recomputed: bool, graph: Graph, first: bool
+) -> dict[str, int]:
     """Kind -> bytes, in whole pages, of what is saved for backward of `tokens` tokens of a layer; nothing without a
     backward.
 
-    x, sent: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; graph: all that its graph
-    holds, of which x and saved are part. `graph`: where that is, if it is saved.
+    x, sent: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; recurrent: the state that it
+    begins with; graph: all that its graph holds, of which x and saved are part. `graph`: where that is, if it is saved;
+    `first`: it begins a micro-batch.
     """
     shape = problem.blocks[block]
     if not (shape.backward and shape.saved_inputs):
@@ -327,7 +330,9 @@ def saved_activations(problem: PlanInput, block: int, tokens: int, recomputed: b
     kinds = () if graph else shape.saved_inputs
     if shape.attends and not recomputed:
         kinds += ("kv",) if graph else ("saved", "kv")
-    result = {kind: aligned(tokens * ACTIVATIONS[kind].bytes_per_token(problem, shape)) for kind in kinds}
+    if shape.recurrent and not first:
+        kinds += ("recurrent",)
+    result = {kind: aligned(ACTIVATIONS[kind].nbytes(problem, shape, tokens)) for kind in kinds}
     return result | ({"graph": aligned(offloaded_graph_bytes(shape, tokens))} if graph == "offloaded" else {})
 
 
@@ -351,13 +356,13 @@ def graph_slot_bytes(problem: PlanInput, max_chunk: int) -> int:
 def activation_slots(problem: PlanInput, tokens: int) -> dict[str, list[int]]:
     """Space on the compute device -> bytes of its slots, in whole pages; none of a kind that the model does not
     make."""
-    sizes = {row.gpu: [aligned(tokens * widest(problem, row.name))] * row.slots for row in ACTIVATIONS.values()}
+    sizes = {row.gpu: [aligned(largest(problem, row.name, tokens))] * row.slots for row in ACTIVATIONS.values()}
     return {space: each for space, each in sizes.items() if any(each)}
 
 
 def between_bytes(problem: PlanInput, tokens: int) -> dict[str, int]:
     """Memory in RAM for what waits of a chunk between two blocks: space -> bytes, in whole pages."""
-    sizes = {str(ACTIVATIONS[kind].ram): aligned(tokens * widest(problem, kind)) for kind in BETWEEN}
+    sizes = {str(ACTIVATIONS[kind].ram): aligned(largest(problem, kind, tokens)) for kind in BETWEEN}
     return {space: size for space, size in sizes.items() if size}
 
 
@@ -371,22 +376,25 @@ def _widest(blocks: tuple[BlockShape, ...], name: str) -> int:
 
 
 def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool, windows: int) -> dict[str, list[int]]:
-    """What attention reads and sums on the compute device: name -> bytes of each buffer, in whole pages.
+    """What a layer's chunks hand to one another on the compute device: name -> bytes of each buffer, in whole pages.
 
-    Whole: keys and values of `windows` micro-batches (kv), and float32 gradients of one (dkv). Streamed: KV_SLOTS and
-    DKV_SLOTS chunks of them; of the running chunk queries (q), the gradient of attention's output (dout), and in
-    float32 the partial output and its log-sum-exp, or the queries' gradient (partial, partial_lse).
+    The gradient of a recurrent state (drecurrent). Of attention, whole: keys and values of `windows` micro-batches (kv)
+    and float32 gradients of one (dkv). Streamed: KV_SLOTS and DKV_SLOTS chunks of them; of the running chunk queries
+    (q), the gradient of attention's output (dout), and in float32 the partial output and its log-sum-exp, or the
+    queries' gradient (partial, partial_lse).
     """
     blocks = problem.blocks
     kv, kv_numel = _widest(blocks, "kv_bytes_per_token"), _widest(blocks, "kv_numel_per_token")
     if problem.continues_only:
         return {}
+    states = aligned(_widest(blocks, "recurrent_bytes"))
+    of_states = {"drecurrent": [states]} if states and problem.trains else {}
     if not streamed:
         tokens = problem.rows * problem.row_tokens
         summed = {"dkv": [aligned(tokens * kv_numel * FP32)]} if problem.trains else {}
-        return {"kv": [aligned(tokens * kv)] * windows} | summed
+        return {"kv": [aligned(tokens * kv)] * windows} | summed | of_states
     q, out = _widest(blocks, "q_numel_per_token"), _widest(blocks, "out_numel_per_token")
-    return {
+    return of_states | {
         "kv": [aligned(max_chunk * kv)] * KV_SLOTS,
         "dkv": [aligned(max_chunk * kv_numel * FP32)] * DKV_SLOTS,
         "q": [aligned(max_chunk * q * problem.compute_bytes)],

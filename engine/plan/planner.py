@@ -178,7 +178,9 @@ class _Planner(GpuPlacement):
         p, stages = self.problem, self.choice.stages
         own = ACTIVATION_STAGES[stages] if spilling and self.saving else 0
         longest = max(self.group_chunks, key=lambda c: c.end - c.start).index
-        widest = max((max(self.saved_activations(i, longest).values(), default=0) for i in self.layers), default=0)
+        some = {longest, self.group_chunks[-1].index}  # the first of a micro-batch begins without a state
+        sizes = (self.saved_activations(i, chunk) for i in self.layers for chunk in some)
+        widest = max((size for each in sizes for size in each.values()), default=0)
         if self.offloaded_graphs:
             widest = max(widest, graph_slot_bytes(p, self.max_chunk))
         stream, passing = self.stream_bytes(), self.block_bytes(spilling)
@@ -353,6 +355,11 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
             except BudgetError as error:
                 refusals.append(error)
         raise min((e for e in refusals if e.tier == refusals[-1].tier), key=lambda error: error.need_bytes)
+    if choice.streamed and any(block.attends and block.recurrent for block in problem.blocks):
+        raise BudgetError(
+            "train.kv_window: layers that attend and carry a recurrent state at once need their keys and values whole; "
+            "set whole or auto"
+        )
     plan = _Planner(problem, choice).plan()
     if choice.offloaded_graphs != "none" and not plan.offloaded_graphs:
         without = make_plan(problem, replace(choice, offloaded_graphs="none"))  # which needs no slots for any

@@ -107,6 +107,8 @@ class BlockShape:
     kv_numel_per_token: int = 0
     q_numel_per_token: int = 0
     out_numel_per_token: int = 0
+    recurrent_bytes: int = 0
+    """State that a layer hands from chunk to chunk beside keys and values; 0: none."""
     sliding_window: int | None = None
     """Keys that a query sees, its own included; None: all before it."""
     span_tokens: int | None = None
@@ -129,6 +131,10 @@ class BlockShape:
     @property
     def attends(self) -> bool:
         return self.kv_bytes_per_token > 0
+
+    @property
+    def recurrent(self) -> bool:
+        return self.recurrent_bytes > 0
 
     @property
     def saved_bytes_per_token(self) -> int:
@@ -172,7 +178,7 @@ class PlanInput:
     row_tokens: int
     chunk_tokens: int
     chunk_per_row: bool
-    """One chunk per sequence, whatever its length: layers that carry a recurrent state."""
+    """One chunk per sequence, whatever its length: layers that cannot hand a recurrent state from chunk to chunk."""
     workspace_bytes: int
     """Temporaries of the largest compute op: activations of one layer, gradients before they are summed, logits."""
     gpu_budget: int

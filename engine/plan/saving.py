@@ -49,7 +49,8 @@ class Saving:
         self.layers = [i for i, block in enumerate(p.blocks) if block.saved_inputs]
         self.saving = [i for i in self.layers if p.blocks[i].backward]
         """Layers that save anything for a backward."""
-        self.attending = [i for i in self.saving if p.blocks[i].attends]
+        self.attending = [i for i in self.saving if p.blocks[i].attends and not p.blocks[i].recurrent]
+        """Those of which attention may be recomputed."""
         self.streamed = choice.streamed
         self.saved_graphs: set[Key] = set()
         self.offloaded_graphs: set[Key] = set()
@@ -59,7 +60,7 @@ class Saving:
         numbers: dict[BlockShape, int] = {}
         self._kinds = [numbers.setdefault(block.nameless, len(numbers)) for block in p.blocks]
         """Blocks of the same shape have the same number."""
-        self._sizes: dict[tuple[int, int, bool, str | None], int] = {}
+        self._sizes: dict[tuple[int, int, bool, str | None, bool], int] = {}
         self._layer_sizes: dict[tuple[int, bool], int] = {}
         count = {"none": 0, "half": -(-len(self.attending) // 2), "all": len(self.attending)}[choice.recompute]
         self.recomputed = set(self.attending[:count])
@@ -74,10 +75,10 @@ class Saving:
     def saved_activations(self, block: int, chunk: int) -> dict[str, int]:
         return saved_activations(self.problem, block, *self._how(block, chunk))
 
-    def _how(self, block: int, chunk: int) -> tuple[int, bool, Graph]:
-        """(tokens, whether attention runs again, where the graph is)."""
+    def _how(self, block: int, chunk: int) -> tuple[int, bool, Graph, bool]:
+        """(tokens, whether attention runs again, where the graph is, whether it begins a micro-batch)."""
         c, graph = self.group_chunks[chunk], graph_location((block, chunk), self.saved_graphs, self.offloaded_graphs)
-        return c.end - c.start, block in self.recomputed, graph
+        return c.end - c.start, block in self.recomputed, graph, c.local == 0
 
     def saved_bytes(self, block: int, chunk: int) -> int:
         key = (self._kinds[block], *self._how(block, chunk))
@@ -148,4 +149,5 @@ class Saving:
         """What a layer's chunk takes more with its graph than without."""
         (block, chunk), p = key, self.problem
         tokens = self.group_chunks[chunk].end - self.group_chunks[chunk].start
-        return sum(saved_activations(p, block, tokens, False, "offloaded").values()) - self.saved_bytes(block, chunk)
+        whole = saved_activations(p, block, tokens, False, "offloaded", chunk == 0)
+        return sum(whole.values()) - self.saved_bytes(block, chunk)

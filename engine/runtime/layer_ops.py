@@ -133,15 +133,37 @@ class LayerOps:
         if a.SAVED_GRAPH in op.flags:
             y = self._forward_saving(op)
         else:
-            operands, shape = self._operands(op), self._shapes[layer]
+            shape = self._shapes[layer]
             if shape is not None and op.action in (a.LAYER_FORWARD_BOTTOM, a.LAYER_EVALUATE_BOTTOM):
-                y = self._layers.forward_given(*operands, self._saved(op, shape)[0])
+                y = self._layers.forward_given(*self._operands(op), self._saved(op, shape)[0])
             else:
                 state = None if shape is None else self._state(op, *self._saved(op, shape))
-                y = self._layers.forward(*operands, state)
+                if views.runner.spec.state_of(layer) is None:
+                    y = self._layers.forward(*self._operands(op), state)
+                else:
+                    y = self._forward_segments(op, state)
         views.hidden(op.slots[a.OUT], chunk).copy_(y)
         if a.SENT in op.slots:
             views.send(op.slots[a.SENT], chunk, self._layers.sent)
+
+    def _forward_segments(self, op: Op, state: AttentionState | None) -> Tensor:
+        """Run a layer with a recurrent state forward, document by document; leaves the state behind the chunk."""
+        views, (layer, chunk) = self._views, self._layer(op)
+        weights, x = views.weights(op), views.hidden(op.slots[a.X], chunk)
+        handlers = self._layers.segment_handlers(layer, state)
+        y, behind = self._layers.forward_segments(
+            layer, weights, x, views.segments(op, chunk), handlers, self._before(op)
+        )
+        if a.BEHIND in op.slots:
+            for target, source in zip(views.recurrent(layer, op.slots[a.BEHIND]), behind, strict=True):
+                target.copy_(source)
+        return y
+
+    def _before(self, op: Op) -> list[Tensor] | None:
+        """The recurrent state that the op's chunk begins with."""
+        if a.RECURRENT not in op.slots:
+            return None
+        return self._views.recurrent(self._layer(op)[0], op.slots[a.RECURRENT])
 
     def _forward_saving(self, op: Op) -> Tensor:
         """Run a layer forward and save its graph until backward; its output."""
@@ -217,11 +239,36 @@ class LayerOps:
         if a.SAVED_GRAPH in op.flags:
             dx = self._backward_saved(op, dy, gradients)
         else:
-            _, weights, x, inputs = self._operands(op)
             state = None if shape is None else self._state(op, *self._saved(op, shape))
-            dx = self._layers.backward(layer, weights, x, dy, inputs, state, gradients, dsent=self._dsent(op))
+            if views.runner.spec.state_of(layer) is None:
+                _, weights, x, inputs = self._operands(op)
+                dx = self._layers.backward(layer, weights, x, dy, inputs, state, gradients, dsent=self._dsent(op))
+            else:
+                dx = self._backward_segments(op, dy, state, gradients)
         gradients.settle()
         self._hand_down(op, dx)
+
+    def _backward_segments(
+        self, op: Op, dy: Tensor, state: AttentionState | None, gradients: dict[str, Tensor]
+    ) -> Tensor:
+        """The same document by document; the gradient of the state before the chunk goes to the chunk before."""
+        views, (layer, chunk) = self._views, self._layer(op)
+        handed = views.recurrent_gradient(layer)
+        dx, dbefore = self._layers.backward_segments(
+            layer,
+            views.weights(op),
+            views.hidden(op.slots[a.X], chunk),
+            dy,
+            views.segments(op, chunk),
+            self._layers.segment_handlers(layer, state),
+            self._before(op),
+            handed if views.continued(op, chunk) else (),
+            gradients,
+            dsent=self._dsent(op),
+        )
+        for target, source in zip(handed, dbefore, strict=False):  # nothing, where no document goes on from there
+            target.copy_(source)
+        return dx
 
     def _dsent(self, op: Op) -> Sequence[Tensor]:
         """The gradients of what the layer handed to its branch."""

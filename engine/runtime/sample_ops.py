@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.engine.attention.chunk import Handler
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.generate.attend import KeysValues, rows_handler
+from penstock.engine.generate.decode import Row
 from penstock.engine.model.layers import LayerInputs
+from penstock.engine.model.recurrence import Segment
 from penstock.engine.runtime.batch import SampleChunk
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.views import Views, keys_and_values
@@ -27,8 +30,10 @@ class SampleOps:
         self._cached: dict[tuple[str, int], list[KeysValues]] = {}
         """(block, stage) -> keys and values there by sequence."""
         self.cut(space.lengths if space else ())
-        self._inputs: tuple[tuple[int, int], LayerInputs] | None = None
-        """((pass, chunk), arguments of the layers) of the chunk that was computed last."""
+        self._inputs: tuple[tuple[int, int], LayerInputs, list[Segment]] | None = None
+        """((pass, chunk), arguments of the layers, row by row where some carry a state) of the chunk computed last."""
+        self._behind: list[Tensor] | None = None
+        """The recurrent state of the layer that was computed last behind its last row."""
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Sequences of so many tokens from now on, which are no more than the plan has, nor are their tokens."""
@@ -42,14 +47,20 @@ class SampleOps:
     def _chunk(self, op: Op) -> SampleChunk:
         return self._views.samples[op.batch].chunks[op.index]
 
-    def _layer_inputs(self, op: Op) -> LayerInputs:
+    def _layer_inputs(self, op: Op) -> tuple[LayerInputs, list[Segment]]:
         key = (op.batch, op.index)
         if self._inputs is None or self._inputs[0] != key:
             self._inputs = None
             chunk, longest = self._chunk(op), self._views.samples[op.batch].longest
-            lasts = [longest[row.sequence] for row in chunk.rows for _ in row.ids]
-            self._inputs = key, self._runner.inputs(chunk.positions, torch.tensor(lasts))
-        return self._inputs[1]
+            lasts = torch.tensor([longest[row.sequence] for row in chunk.rows for _ in row.ids])
+            segments = []
+            if any(self._runner.spec.states):
+                # As documents of a stream, of which the first may have begun before.
+                starts = [0, *itertools.accumulate(len(row.ids) for row in chunk.rows[:-1])]
+                documents = [start for start, row in zip(starts, chunk.rows, strict=True) if not row.start]
+                segments = self._runner.segments(chunk.positions, lasts, 0, documents)
+            self._inputs = key, self._runner.inputs(chunk.positions, lasts), segments
+        return self._inputs[1:]
 
     def _keys_values(self, op: Op, raw: Tensor) -> list[KeysValues]:
         """Of the op's layer, by sequence, in `raw`."""
@@ -76,14 +87,27 @@ class SampleOps:
     @handles(a.LAYER_GENERATE)
     def _layer(self, op: Op) -> None:
         views, chunk, layer = self._views, self._chunk(op), self._views.layer(op)
-        shape, handler = self._runner.spec.attention[layer], None
-        if shape is not None:
-            staged = self._staged(op)
-            handler = rows_handler(chunk.rows, [staged[row.sequence] for row in chunk.rows], shape.chunk)
+        shape, (inputs, segments) = self._runner.spec.attention[layer], self._layer_inputs(op)
+        staged = [] if shape is None else self._staged(op)
+
+        def attend(rows: Sequence[Row]) -> Handler | None:
+            return None if shape is None else rows_handler(rows, [staged[row.sequence] for row in rows], shape.chunk)
+
         if self._runner.layers.balance is not None:
             self._runner.layers.balance.watch(chunk.chunk.end, counting=False)
         x = views.hidden(op.slots[a.X], chunk.chunk)
-        y = self._runner.layers.forward_by(layer, views.weights(op), x, self._layer_inputs(op), handler)
+        if self._runner.spec.state_of(layer) is None:
+            y = self._runner.layers.forward_by(layer, views.weights(op), x, inputs, attend(chunk.rows))
+        else:
+            of_segment = dict(zip((segment.start for segment in segments), chunk.rows, strict=True))
+            y, self._behind = self._runner.layers.forward_segments(
+                layer,
+                views.weights(op),
+                x,
+                segments,
+                lambda segment, backward: attend([of_segment[segment.start]]),
+                self._behind,
+            )
         views.hidden(op.slots[a.OUT], chunk.chunk).copy_(y)
         if a.SENT in op.slots:
             views.send(op.slots[a.SENT], chunk.chunk, self._runner.layers.sent)

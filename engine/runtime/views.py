@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.model.layers import LayerInputs
+from penstock.engine.model.recurrence import Segment
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import AttentionShape, layouts
 from penstock.engine.model.sums import GradientSums
@@ -59,7 +61,7 @@ class Views:
         self.samples: dict[int, SampleData] = {}
         """Op.batch -> the tokens of the samples' pass under way."""
         self._hidden = hidden_slots(plan, gpu, self.dtype)
-        self._inputs: OrderedDict[tuple[int, int, int], LayerInputs] = OrderedDict()
+        self._inputs: OrderedDict[tuple[int, int, int, str], tuple[Any, int]] = OrderedDict()
         self._views: dict[tuple[str, str, int], dict[str, Tensor]] = {}
 
     def block_index(self, name: str) -> int:
@@ -139,23 +141,67 @@ class Views:
 
     def layer_inputs(self, op: Op, chunk: Chunk) -> LayerInputs:
         """Arguments of every layer for a chunk, made again where they have been dropped."""
-        key = (op.step, op.batch, chunk.index)
+
+        def make() -> tuple[LayerInputs, int]:
+            inputs = self.runner.inputs(*self._positions(op, chunk))
+            return inputs, inputs.nbytes
+
+        result: LayerInputs = self._recent(op, "chunk", make)
+        return result
+
+    def segments(self, op: Op, chunk: Chunk) -> list[Segment]:
+        """The same of a chunk document by document."""
+
+        def make() -> tuple[list[Segment], int]:
+            segments = self.runner.segments(*self._positions(op, chunk), chunk.start, self.documents(op, chunk))
+            return segments, sum(LayerInputs(segment.calls).nbytes for segment in segments)
+
+        result: list[Segment] = self._recent(op, "segments", make)
+        return result
+
+    def _positions(self, op: Op, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+        """Of a chunk's tokens, and the last ones of their documents where rotary tables depend on those."""
+        positions = self.tokens(op).positions
+        if not self.runner.spec.length_dependent_rotary:
+            return positions, None
+        stream = self.batch(op).micro_batches[chunk.micro_batch]
+        longest = last_positions(stream.positions, stream.documents)
+        return positions, longest[chunk.start : chunk.start + len(positions)]
+
+    def _recent(self, op: Op, what: str, make: Callable[[], tuple[Any, int]]) -> Any:
+        """What `make` makes for an op's chunk, with its bytes, unless it is there."""
+        key = (op.step, op.batch, op.index, what)
         if key in self._inputs:
             self._inputs.move_to_end(key)
-            return self._inputs[key]
+            return self._inputs[key][0]
         for old in [old for old in self._inputs if old[:2] != key[:2]]:
             del self._inputs[old]
-        positions, longest = self.tokens(op).positions, None
-        if self.runner.spec.length_dependent_rotary:
-            stream = self.batch(op).micro_batches[chunk.micro_batch]
-            longest = last_positions(stream.positions, stream.documents)[chunk.start : chunk.start + len(positions)]
-        inputs = self.runner.inputs(positions, longest)
-        self._inputs[key] = inputs
-        while len(self._inputs) > 1 and sum(i.nbytes for i in self._inputs.values()) > INPUTS_CACHE_BYTES:
+        self._inputs[key] = make()
+        while len(self._inputs) > 1 and sum(nbytes for _, nbytes in self._inputs.values()) > INPUTS_CACHE_BYTES:
             self._inputs.popitem(last=False)
-        return inputs
+        return self._inputs[key][0]
 
     # ------------------------------------------------------------------ activations
+
+    def recurrent(self, layer: int, slot: int) -> list[Tensor]:
+        """The recurrent state of a layer in a slot on the compute device."""
+        return self._states(layer, self.gpu.slots[r.GPU_RECURRENT][slot])
+
+    def recurrent_gradient(self, layer: int) -> list[Tensor]:
+        """The gradient of the state that a chunk of a layer began with, on its way to the chunk before."""
+        return self._states(layer, self.gpu.window["drecurrent"][0])
+
+    def _states(self, layer: int, raw: Tensor) -> list[Tensor]:
+        state = self.runner.spec.state_of(layer)
+        assert state is not None
+        return laid_out(raw, *((torch.float32 if each.float32 else self.dtype, each.shape) for each in state.tensors))
+
+    def continued(self, op: Op, chunk: Chunk) -> bool:
+        """Whether the chunk behind this one goes on with its last document."""
+        following = self.batch(op).cut.get(chunk.index + 1)
+        if following is None or following.micro_batch != chunk.micro_batch:
+            return False
+        return following.start not in self.documents(op, chunk)
 
     def hidden(self, slot: int, chunk: Chunk) -> Tensor:
         """Activation [tokens, hidden] in a slot on the compute device."""

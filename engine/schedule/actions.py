@@ -19,6 +19,8 @@ from penstock.engine.schedule.action import Cost, Lane, Move, Phase, Work
 # Slots of an op, by role.
 X, DY, OUT, SAVED, KV, DKV, GRAPH = "x", "dy", "out", "saved", "kv", "dkv", "graph"
 SENT, DSENT = "sent", "dsent"
+RECURRENT, BEHIND = "recurrent", "behind"
+"""The recurrent state that a chunk begins with, and the one behind it."""
 SLOT = "slot"
 """Of a copy: the slot that it fills or empties."""
 STAGE, WEIGHTS_STAGE = "stage", "weights"
@@ -108,16 +110,16 @@ LAYER_FORWARD = _compute(
     "forward",
     "runs a layer forward",
     Work(matmul=1, pairs=(2, 2)),
-    reads=(*_INPUT, r.GPU_KV),
-    writes=(r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH, r.GPU_GRAPH_SLOT),
+    reads=(*_INPUT, r.GPU_KV, r.GPU_RECURRENT),
+    writes=(r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_RECURRENT, r.GPU_SAVED, r.GPU_GRAPH, r.GPU_GRAPH_SLOT),
 )
-LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_SAVED)
+LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_RECURRENT, r.GPU_SAVED)
 LAYER_RECOMPUTE = _compute(
     "layer_recompute",
     "recompute",
     "recomputes a layer's keys, values and attention",
     Work(projection=1, pairs=(2, 2)),
-    reads=LAYER_FORWARD.reads,
+    reads=(*_INPUT, r.GPU_KV),
     writes=(r.GPU_KV, r.GPU_SAVED),
 )
 LAYER_BACKWARD = _compute(
@@ -125,9 +127,9 @@ LAYER_BACKWARD = _compute(
     "backward",
     "runs a layer backward",
     replace(_BACKWARD, pairs=(6, 4)),
-    reads=(*_HANDED, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
+    reads=(*_HANDED, r.GPU_KV, r.GPU_RECURRENT, r.GPU_SAVED, r.GPU_GRAPH_SLOT),
     writes=(r.GPU_HIDDEN,),
-    adds=(r.GPU_GRADIENT, r.GPU_DKV, r.GPU_GRAPH),
+    adds=(r.GPU_GRADIENT, r.GPU_DKV, r.GPU_DRECURRENT, r.GPU_GRAPH),
 )
 LAYER_PROJECT = _compute(
     "layer_project",

@@ -85,8 +85,12 @@ class ActivationSchedule:
         if action.kind == a.GRAPH:
             nbytes = offloaded_graph_bytes(block, tokens)
         else:
-            nbytes = tokens * ACTIVATIONS[action.kind].bytes_per_token(self._plan.problem, block)
+            nbytes = ACTIVATIONS[action.kind].nbytes(self._plan.problem, block, tokens)
         self._emit(action, block.name, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots)
+
+    def following(self, chunk: Chunk) -> Chunk | None:
+        """The next chunk of its micro-batch."""
+        return None if self.ends_stream(chunk) else self.streams[chunk.micro_batch][chunk.local + 1]
 
     # ------------------------------------------------------------------ between two blocks
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.engine.plan.activations import BETWEEN, GRADIENT_OF
-from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.plan import Chunk, Plan
 from penstock.engine.plan.problem import LAYER_POOLS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
@@ -69,6 +69,8 @@ class ScheduleBuilder:
         """Block -> the one that takes its output."""
         self._last_user: dict[str, int] = {}
         """Buffer that is trained -> the block that is the last to add to its gradient."""
+        self._behind: int | None = None
+        """Slot of the recurrent state behind the chunk that went forward last; None where nothing follows."""
         for index, block in reversed(list(enumerate(plan.blocks))):
             self._last_user |= {name: index for name in block.buffers if not plan.buffers[name].frozen}
 
@@ -238,6 +240,8 @@ class ScheduleBuilder:
             loaded[kind] = self._activations.load(kind, task.mode, layer, chunk)
         if task.mode == "backward" and block.attends and not has_graph:
             loaded[a.SAVED] = self._activations.load_saved(a.SAVED, layer, chunk)
+        if task.mode == "backward" and block.recurrent and chunk.local:
+            loaded[a.RECURRENT] = self._activations.load_saved(a.RECURRENT, layer, chunk)
         return loaded
 
     def _compute(self, task: Task, loaded: dict[str, int]) -> None:
@@ -249,6 +253,9 @@ class ScheduleBuilder:
         for kind in outputs:
             pool = activations.pool(kind)
             slots[_role(kind)] = pool.take((kind, *activations.content(other, chunk)))
+        following = None
+        if block.recurrent and task.mode in ("forward", "evaluate"):
+            following = self._hand_on(task, slots)
         offloads = task.mode == "forward" and activations.key(task.layer, chunk) in self._plan.offloaded_graphs
         if offloads:
             slots[a.GRAPH] = activations.pool(a.GRAPH).take(activations.content(task.layer, chunk))
@@ -262,6 +269,8 @@ class ScheduleBuilder:
             self._compute_whole(task, operands, slots)
         if offloads:
             activations.store_saved(a.GRAPH, task.mode, task.layer, chunk, slots[a.GRAPH])
+        if following is not None and reread:
+            activations.store_saved(a.RECURRENT, task.mode, task.layer, following, slots[a.BEHIND])
         for kind in outputs:
             activations.store(kind, task.mode, other, chunk, slots[_role(kind)])
         for kind in loaded.keys() & BETWEEN:
@@ -271,6 +280,19 @@ class ScheduleBuilder:
             activations.pool(a.SAVED).release(slots[a.SAVED], keep=reread)
         if a.GRAPH in slots:
             activations.pool(a.GRAPH).release(slots[a.GRAPH], keep=reread)
+        if a.RECURRENT in slots:
+            activations.pool(a.RECURRENT).release(slots[a.RECURRENT], keep=reread)
+
+    def _hand_on(self, task: Task, slots: dict[str, int]) -> Chunk | None:
+        """Slots of the recurrent state that a chunk begins with, which the one before has left in its own, and of the
+        one behind it; the chunk that begins with that."""
+        if self._behind is not None:
+            slots[a.RECURRENT] = self._behind
+        activations, self._behind = self._activations, None
+        if (following := activations.following(task.chunk)) is not None:
+            content = activations.content(task.layer, following)
+            slots[a.BEHIND] = self._behind = activations.pool(a.RECURRENT).take(content)
+        return following
 
     def _outputs(self, task: Task) -> tuple[Sequence[str], int]:
         """Which activations a task makes, and of which block: inputs of the one that the pass visits next, or the
@@ -312,6 +334,12 @@ class ScheduleBuilder:
         made = {_role(kind): kind for kind in self._outputs(task)[0]}
         reads = [*operands.weights, *_read(slots, made), *reads]
         writes = [*writes, *operands.gradients, *(r.activation(kind, slots[role]) for role, kind in made.items())]
+        if a.RECURRENT in slots:
+            reads.append(r.activation(a.RECURRENT, slots[a.RECURRENT]))
+        if a.BEHIND in slots:
+            writes.append(r.activation(a.RECURRENT, slots[a.BEHIND]))
+        if block.recurrent and task.mode == "backward":
+            writes.append(r.resource(r.GPU_DRECURRENT))
         if action.result is not None:
             writes.append(r.resource(action.result))
         if task.mode == "loss" and self._plan.problem.scores:
