@@ -22,8 +22,8 @@ from penstock.engine.config import (
     changed_fields,
     drive_folders,
     parse_bytes,
-    recurrent_notes,
     state_folder,
+    whole_document_notes,
 )
 from penstock.engine.data.corpus.prepare import Data
 from penstock.engine.data.loader import DataLoader, make_loader, make_validation
@@ -357,7 +357,7 @@ def _describe(
     for remark in remarks(device):
         observer.on_message(remark)
     observer.on_message(f"data: {corpus.words()}{loader.report.words()}")
-    for note in (*data.corpus.notes, *(recurrent_notes(recipe) if spec.recurrent else ())):
+    for note in (*data.corpus.notes, *(whole_document_notes(recipe) if spec.whole_documents else ())):
         observer.on_message(note)
 
 

@@ -178,7 +178,7 @@ def _streamed(
     """Loss and gradients of a pass of the engine in float32: what a run's step is, in the least GPU memory, so that
     weights, activations and gradients wait in RAM."""
     problem = _problem(runner.spec, batch, chunk_tokens)
-    options = PlanOptions(streamed=pieces and any(runner.spec.attention))
+    options = PlanOptions(streamed=pieces and any(runner.spec.attention) and problem.may_stream)
     try:
         make_plan(problem, options)
     except BudgetError as least:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.app.console.loading import loading
-from penstock.engine.config import Recipe, recurrent_notes
+from penstock.engine.config import Recipe, whole_document_notes
 from penstock.storage.files.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def plan_stages(
     if not recipe.data.lacks_path:
         require_text(recipe.data)
     on, task = recipe_task(recipe, machine)
-    notes = [*said, *(recurrent_notes(recipe) if task.spec.recurrent else ())]
+    notes = [*said, *(whole_document_notes(recipe) if task.spec.whole_documents else ())]
     result: dict[str, Any] = {"recipe": recipe.name, "notes": notes}
     if several is not None:
         result["cluster"] = cluster_forecast(task.spec, recipe, several, compiled=recipe.train.compile == "on")

@@ -6,8 +6,8 @@ The docstring under each field is the help text shown everywhere. Validation her
 from penstock.engine.config.data import CONVERSATIONS as CONVERSATIONS
 from penstock.engine.config.data import DataConfig as DataConfig
 from penstock.engine.config.effects import idle_notes as idle_notes
-from penstock.engine.config.effects import recurrent_notes as recurrent_notes
 from penstock.engine.config.effects import require_effect as require_effect
+from penstock.engine.config.effects import whole_document_notes as whole_document_notes
 from penstock.engine.config.model import AdapterConfig as AdapterConfig
 from penstock.engine.config.model import ModelConfig as ModelConfig
 from penstock.engine.config.recipe import AfterConfig as AfterConfig

@@ -24,7 +24,7 @@ def chunk_options(stream_tokens: int) -> list[int]:
 def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
     """Field of PlanOptions -> the values worth trying, the likeliest first."""
     attends = any(block.attends for block in problem.blocks)
-    useful = attends and num_chunks > KV_SLOTS
+    useful = attends and num_chunks > KV_SLOTS and problem.may_stream
     streamed = {"whole": [False], "streamed": [useful], "auto": [False, True] if useful else [False]}
     recompute: dict[str, list[Any]] = {"full": ["all"], "auto": ["none", "half", "all"] if attends else ["none"]}
     gpu_first = ["graphs", "blocks", "half", "graphs only", "weights", "saved activations"]

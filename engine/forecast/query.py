@@ -134,7 +134,7 @@ class Query:
         refusals: list[BudgetError] = []
         for chunk in CHUNKS[: 1 if self.spec.whole_documents else None]:
             problem = self._problem(lengths, chunk, continued=continued)
-            for streamed in (False,) if continued else (False, True):
+            for streamed in (False,) if continued or not problem.may_stream else (False, True):
                 try:
                     fits.append(make_plan(problem, PlanOptions(streamed=streamed)))
                     break

@@ -168,6 +168,17 @@ def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
                 f"model.added_tokens: the rows of new tokens must be trained, but train.freeze freezes {name}; leave "
                 "it out, or add no tokens"
             )
+    both = (shape is not None and state is not None for shape, state in zip(spec.attention, spec.states, strict=False))
+    if recipe.train.kv_window == "streamed" and any(both):
+        raise UserError(
+            f"train.kv_window: streamed, but layers of model type '{spec.model_type}' attend and carry a recurrent "
+            "state at once, which needs all keys and values on the GPU; set auto or whole"
+        )
+    if recipe.train.chunk_tokens == 1 and spec.states:
+        raise UserError(
+            f"train.chunk_tokens: 1, but layers of model type '{spec.model_type}' hand a recurrent state from chunk to "
+            "chunk, which takes at least 2 tokens; set a larger number or leave it out"
+        )
     validate_context(spec, recipe.data.sequence_length)
     find_graph_bytes(spec, recipe.train.compute_dtype)
     return spec

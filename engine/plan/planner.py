@@ -355,11 +355,7 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
             except BudgetError as error:
                 refusals.append(error)
         raise min((e for e in refusals if e.tier == refusals[-1].tier), key=lambda error: error.need_bytes)
-    if choice.streamed and any(block.attends and block.recurrent for block in problem.blocks):
-        raise BudgetError(
-            "train.kv_window: layers that attend and carry a recurrent state at once need their keys and values whole; "
-            "set whole or auto"
-        )
+    assert not choice.streamed or problem.may_stream, "a layer with a recurrent state is never cut at its attention"
     plan = _Planner(problem, choice).plan()
     if choice.offloaded_graphs != "none" and not plan.offloaded_graphs:
         without = make_plan(problem, replace(choice, offloaded_graphs="none"))  # which needs no slots for any

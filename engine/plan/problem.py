@@ -225,6 +225,12 @@ class PlanInput:
         return not all(buffer.frozen for buffer in self.buffers)
 
     @property
+    def may_stream(self) -> bool:
+        """Whether keys and values may pass through the compute device: a layer that also carries a recurrent state is
+        never cut at its attention."""
+        return not any(block.attends and block.recurrent for block in self.blocks)
+
+    @property
     def state_part_numel(self) -> int:
         """Elements of the largest part of a buffer that is trained; 0 where none is."""
         return max((buffer.part_numel for buffer in self.buffers if not buffer.frozen), default=0)

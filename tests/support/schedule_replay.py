@@ -157,6 +157,8 @@ class Replay:
                 self.held[slot] = self._content("graph", op)
             self._wants(slot, self._content("graph", op), op)
         self._add(op)
+        if shape.recurrent and not generates:
+            self._hand_on(op, backward)
         if op.action in _BOTTOM_FORWARD:
             self._wants(r.activation(a.SAVED, op.slots[a.SAVED]), self._content("saved", op), op)
         elif op.action in _WHOLE_FORWARD and self._attending(op):
@@ -181,6 +183,26 @@ class Replay:
         else:
             made = (GRADIENT_OF[kind] for kind in shape.input_kinds)
             self._make(op, {kind: (kind, shape.inputs[0], op.index, batch) for kind in made})
+
+    def _hand_on(self, op: Op, backward: bool) -> None:
+        """A chunk begins with the recurrent state in which the one before ended; its gradient goes the other way."""
+        chunks, gradient = self._chunks(op), r.resource(r.GPU_DRECURRENT)
+        chunk, following = chunks[op.index], chunks.get(op.index + 1)
+        goes_on = following is not None and following.micro_batch == chunk.micro_batch
+        assert (a.RECURRENT in op.slots) == bool(chunk.local)
+        assert (a.BEHIND in op.slots) == (goes_on and not backward)
+        if chunk.local:
+            self._wants(r.activation(a.RECURRENT, op.slots[a.RECURRENT]), self._content("recurrent", op), op)
+        if a.BEHIND in op.slots:
+            place = r.activation(a.RECURRENT, op.slots[a.BEHIND])
+            assert place in op.writes
+            assert place not in op.reads
+            self.held[place] = self._content("recurrent", op, op.index + 1)
+        if backward:
+            assert gradient in op.writes
+            if goes_on:
+                self._wants(gradient, self._content("drecurrent", op, op.index + 1), op)
+            self.held[gradient] = self._content("drecurrent", op) if chunk.local else None
 
     def _make(self, op: Op, contents: Mapping[str, tuple[Any, ...]]) -> None:
         for kind, content in contents.items():

@@ -45,14 +45,17 @@ def problem(
     frozen: frozenset[int] = frozenset(),
     halves: frozenset[int] = frozenset(),
     experts: frozenset[int] = frozenset(),
+    recurrent: frozenset[int] = frozenset(),
     **more: Any,
 ) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
 
     Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is. The
-    layers in `experts` have those as a block of their own; heads of those in `wide` are twice as wide.
+    layers in `experts` have those as a block of their own; those in `recurrent` carry a state, and attend as well where
+    the window is whole; heads of those in `wide` are twice as wide.
     """
     blocks = [BlockShape(name="embed", kind="embed", buffers=("embed",))]
+    whole = more.get("kv_window", SIZES["kv_window"]) == "whole"
     for i in range(layers):
         times = 2 if i in wide else 1
         attention = {
@@ -71,13 +74,15 @@ def problem(
             inputs=(len(blocks) - 1,),
             saved_inputs=("x",),
             sliding_window=20 if i in sliding else None,
-            graph_bytes_per_token=None if i in experts else graph_bytes,
+            graph_bytes_per_token=None if i in experts | recurrent else graph_bytes,
+            recurrent_bytes=3000 if i in recurrent else 0,
             sent_bytes_per_token=SENT if i in experts else 0,
             elementwise_bytes_per_token=graph_bytes or 0,
             matmul_flops_per_token=2 * 4 * 2048,
             unread_flops_per_token=2 * 1024,
         )
-        blocks.append(layer if i in without_attention else replace(layer, **attention))
+        attends = i not in without_attention and (whole or i not in recurrent)
+        blocks.append(replace(layer, **attention) if attends else layer)
         if i in experts:
             own = BlockShape(
                 name=f"layers.{i}.experts",
@@ -144,6 +149,7 @@ BOTH = {
     "graph_bytes": st.sampled_from([None, 300, 3000]),
     "samples": spaces,
     "experts": some_blocks,
+    "recurrent": some_blocks,
     "scores": st.booleans(),
     "frozen": some_blocks,
     "halves": some_blocks,

@@ -353,6 +353,8 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "scores of whole sequences": ({"scores": True}, PlanOptions()),
     "experts": (SAMPLES | {"experts": frozenset({0, 2})}, PlanOptions()),
     "experts on NVMe": (SCARCE | {"experts": frozenset({0, 1, 2})}, PlanOptions()),
+    "a state from chunk to chunk": ({"recurrent": frozenset({0, 2}), "gpu_budget": 1}, PlanOptions()),
+    "a state from chunk to chunk on NVMe": (SCARCE | {"recurrent": frozenset({0, 1})}, PlanOptions()),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(offloaded_graphs="all")),
 }
 """Problems and choices in which every action has its place."""
