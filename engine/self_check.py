@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from penstock.engine import passes, preparing
@@ -123,6 +126,17 @@ def _small_model(
         return small, take_apart(small, adapter=adapter, split_layers=split_layers)
 
 
+class _InFloat64(TorchFunctionMode):
+    """What asks for float32 gets float64: models take softmax, norms and recurrences in float32 whatever they are in."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        given = ([*args], kwargs or {})
+        args, kwargs = pytree.tree_map_only(torch.dtype, lambda t: torch.float64 if t == torch.float32 else t, given)
+        return func(*args, **kwargs)
+
+
 def _compare(
     small: PretrainedConfig,
     spec: ModelSpec,
@@ -144,7 +158,8 @@ def _compare(
         spec = replace(spec, config=small)
     source = random_model(small, seed, adapter=spec.adapter)
     preparing.report(detail=f"transformers' own gradients, {_name(dtype)}")
-    with refused("transformers' own forward fails"):
+    precise = _InFloat64() if dtype == torch.float64 else contextlib.nullcontext()
+    with refused("transformers' own forward fails"), precise:
         documents = list(itertools.chain.from_iterable(rows))
         reference_loss, reference = reference_gradients(small, source, documents, dtype, aux, spec.adapter)
     constants = {name: buffer for name, buffer in source.named_buffers() if name in spec.constants}
@@ -160,7 +175,8 @@ def _compare(
         else:  # by the step in plain words, which any dtype has
             weights = in_buffers(spec, parameters)
             grads = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
-            loss = forward_backward(runner, weights, grads, batch, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
+            with _InFloat64():
+                loss = forward_backward(runner, weights, grads, batch, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
     errors = relative_errors(grads, reference)
     errors["loss"] = abs(loss - reference_loss) / abs(reference_loss)
     errors = {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
@@ -255,12 +271,10 @@ def reference_gradients(
     With `router_aux_loss` the gradients, not the loss, are those of transformers' load-balancing loss as well, over the
     routers' logits of all documents together.
 
-    Attention is eager; in float64 it is torch's, since eager attention takes its softmax in float32. `source` gives the
-    weights; `documents` are int64 [length].
+    `source` gives the weights; `documents` are int64 [length].
     """
     config = copy.deepcopy(config)
-    implementation = "sdpa" if dtype == torch.float64 else "eager"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     if adapter is not None:
         inject(model, find_layers(model)[0], adapter)
         for name, parameter in model.named_parameters():

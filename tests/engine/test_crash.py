@@ -56,7 +56,16 @@ PHASES = {
     "forward": ("embed_forward", "layer_forward"),
     "head": ("head",),
     "backward": ("layer_backward", "embed_backward"),
-    "activations": ("spill_x", "spill_kv", "unspill_saved", "unspill_kv", "spill_graph", "unspill_graph"),
+    "activations": (
+        "spill_x",
+        "spill_kv",
+        "unspill_saved",
+        "unspill_kv",
+        "spill_graph",
+        "unspill_graph",
+        "spill_recurrent",
+        "unspill_recurrent",
+    ),
     "groups": ("store_sum", "load_sum"),
     "update": ("read_state", "update", "write_state", "write_weights", "checkpoint_state"),
     "commit": ("commit",),
@@ -70,6 +79,7 @@ PLACEMENTS = [
     pytest.param(tiny.FLOOR, tiny.FLOOR, 2, HALVES, 30, marks=pytest.mark.long),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 2, AdapterConfig(method="dora", rank=2), 30, marks=pytest.mark.long),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "groups", 30, marks=pytest.mark.long),
+    (tiny.FLOOR, tiny.FLOOR, 1, "hybrid", samples(2, 30)),
 ]
 """Budgets, drives, how, and kills."""
 How = list[str] | AdapterConfig | str
@@ -84,7 +94,7 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
     """Train to the end, committing every other step; with a seed, die by SIGKILL at a moment drawn from it.
 
     `how`: patterns of what is not trained, or an adapter beside which nothing is, or "groups": of micro-batches, with
-    graphs that leave.
+    graphs that leave, or "hybrid": layers with a recurrent state.
     """
     chance, groups = random.Random(seed), how == "groups"
     phase = chance.choice([*(name for name in PHASES if groups or name != "groups"), "commit", "opening"])
@@ -95,9 +105,10 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
     adapter, freeze = how if isinstance(how, AdapterConfig) else None, how if isinstance(how, list) else []
     policy = {"global_batch_size": 3, "activation_checkpointing": "auto"} if groups else {"global_batch_size": 1}
     settings = tiny.training(steps=STEPS, freeze=freeze, **policy)
+    model = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID) if how == "hybrid" else tiny.model()
     plan: dict[str, Any] = {"group": 1, "offloaded_graphs": "all"} if groups else {}
     drives = [folder / "state", folder / "second"][:num_drives]
-    options = {"gpu": gpu, "ram": ram, "drives": drives, "adapter": adapter} | plan
+    options = {"gpu": gpu, "ram": ram, "drives": drives, "adapter": adapter, "m": model} | plan
     with tiny.session(folder, t=settings, s=tiny.storage(checkpoint_every=2, keep_last=2), **options) as session:
         lock = threading.Lock()
 

@@ -56,7 +56,9 @@ OFTEN: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {}),
     ("apertus", {"num_key_value_heads": 8}),  # rounding takes an input over the kink of its activation
     ("deepseek_v3", {}),
-    ("qwen3_next", {}),
+    ("mamba2", {}),  # no attention, no positions
+    ("falcon_h1", {}),  # layers that attend and carry a state at once, a buffer that the model sets in its layers
+    ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}),
     ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),  # learned positions
     ("gemma4_text", {"hidden_size_per_layer_input": 0}),  # layers of different widths, badly conditioned
     ("llama4_text", {}),  # chunked attention, and layers that count their tokens themselves
@@ -69,8 +71,13 @@ RARE: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": DYNAMIC}}),
     ("mixtral", {"sliding_window": 1024}),
     ("ministral3", {"rope_parameters": MINISTRAL}),
-    ("mamba2", {}),  # no attention
-    ("falcon_h1", {}),  # a buffer that the model sets in its layers
+    ("qwen3_next", {}),
+    ("qwen3_5_text", {}),
+    ("olmo_hybrid", {}),
+    ("nemotron_h", {}),
+    ("bamba", {"attn_layer_indices": [1]}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 16}),
+    ("mamba", {}),  # one chunk per document
 ]
 RARELY = [pytest.param(*case, marks=pytest.mark.long) for case in RARE]
 HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*", "*.norm.weight"]
@@ -345,10 +352,18 @@ NVME: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR}
 MIXED: dict[str, Any] = {"gpu": 1_000_000, "ram": 1_500_000}
 SOME_FROZEN: dict[str, Any] = {"gpu": 700_000, "ram": 420_000}
 RECORDS: dict[str, Any] = {"gpu": 620_000, "ram": tiny.FLOOR, "gpu_first": "saved activations"}
+STATES = RECORDS | {"gpu": 880_000}
 LEAVING: dict[str, Any] = {"gpu": tiny.FLOOR, "group": 1, "offloaded_graphs": "all"}
 STREAMED: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR, "streamed": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE = tiny.model(model_type="qwen3_moe", num_layers=2, overrides=EXPERTS)
+HYBRID = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)
+FALCON = tiny.model(
+    model_type="falcon_h1",
+    num_layers=2,
+    overrides={"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8},
+)
+"""Whose layers attend and carry a state at once."""
 APART = {"split_layers": "experts"}
 HALF_FROZEN = {"freeze": ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]}
 """Half of every layer, and of the lowest blocks everything."""
@@ -386,9 +401,18 @@ CASES = {
     "experts apart on two tiers, bfloat16": Case(APART | BFLOAT16, {"gpu": 1_000_000, "ram": 1_500_000}, MOE),
     "experts apart, recomputed, streamed": Case(APART | {"activation_checkpointing": "full"}, STREAMED, MOE),
     "experts apart, frozen": Case(APART | {"freeze": ["*.experts.*"]}, model=MOE),
+    "hybrid": Case(model=HYBRID),
+    "hybrid on two tiers, bfloat16": Case(BFLOAT16, {"gpu": 1_000_000, "ram": 1_500_000}, HYBRID),
+    "hybrid, in groups, recomputed": Case(
+        {"activation_checkpointing": "full"}, {"gpu": tiny.FLOOR, "group": 1}, HYBRID
+    ),
+    "hybrid, streamed, halves frozen": Case(HALF_FROZEN, STREAMED, HYBRID),
+    "hybrid, states on the GPU and on NVMe": Case(placed=STATES, model=HYBRID),
+    "attention and state at once": Case(model=FALCON),
     "joined, graphs, bfloat16": Case({"activation_checkpointing": "none"} | BFLOAT16, {}, WIDE),
 }
-CHECKED_OFTEN = ("means of sequences, in groups", "experts apart", "experts apart on two tiers, bfloat16",
+CHECKED_OFTEN = ("hybrid, in groups, recomputed", "attention and state at once", "hybrid on two tiers, bfloat16",
+         "means of sequences, in groups", "experts apart", "experts apart on two tiers, bfloat16",
          "some on every tier, tied, bfloat16", "halves frozen, tied, bfloat16", "joined, graphs leave",
          "joined, graphs, bfloat16", "joined, recomputed", "records on the GPU, not clipped",
          "halves frozen, graphs leave", "frozen but for the head")  # fmt: skip
@@ -414,7 +438,7 @@ def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None
         assert len({chunk.micro_batch for chunk in plan.chunks}) == 2
         assert case.placed is not MIXED or {b.state for b in plan.buffers.values()} == {"gpu", "ram", "nvme"}
         assert case.placed is not LEAVING or plan.offloaded_graphs
-        assert case.placed is not RECORDS or (plan.saved_on_gpu and plan.spilled)
+        assert case.placed not in (RECORDS, STATES) or (plan.saved_on_gpu and plan.spilled)
         assert name != "joined, recomputed" or len(plan.recomputed) == 2
         assert case.model is not WIDE or all(len(groups) == 2 for groups in spec.joined)
         held = {array.buffer for array in session.store.arrays() if array.kind == MASTER}
@@ -441,6 +465,8 @@ def short(**rope: Any) -> Any:
 
 
 OF_A_LENGTH = {
+    "hybrid": HYBRID,
+    "attention and state at once": FALCON,
     "dynamic": short(rope_type="dynamic", factor=4.0),
     "longrope": short(
         rope_type="longrope", short_factor=[1.0] * 4, long_factor=[3.0] * 4, factor=2.0,
@@ -461,9 +487,10 @@ def documents_of_many_lengths(folder: Path) -> Any:
     return tiny.data(source="tokens", path=str(folder / "rows.jsonl"), max_documents=None)
 
 
-@pytest.mark.parametrize("name", cases(OF_A_LENGTH, "dynamic", "temperature"))
-def test_each_document_of_a_row_has_its_own_positions(tmp_path: Path, name: str) -> None:
-    """Rotary tables by its length, and a temperature by its positions, as in plain PyTorch one document at a time."""
+@pytest.mark.parametrize("name", cases(OF_A_LENGTH, "hybrid", "dynamic", "temperature"))
+def test_each_document_of_a_row_is_by_itself(tmp_path: Path, name: str) -> None:
+    """Rotary tables by its length, a temperature by its positions, a state that begins with it, as in plain PyTorch one
+    document at a time."""
     t = tiny.training(lr=3e-3, eps=1e-5, weight_decay=0.5, chunk_tokens=20)
     with tiny.session(tmp_path, m=OF_A_LENGTH[name], t=t, d=documents_of_many_lengths(tmp_path)) as session:
         cursor = session.loader.cursor
