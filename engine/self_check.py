@@ -127,7 +127,7 @@ def _small_model(
 
 
 class _InFloat64(TorchFunctionMode):
-    """What asks for float32 gets float64: models take softmax, norms and recurrences in float32 whatever they are in."""
+    """What asks for float32 gets float64: models take softmax, norms and recurrences in float32 whatever the dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:

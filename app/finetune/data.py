@@ -58,8 +58,8 @@ class ModelFacts(NamedTuple):
     """Longest position that it is made for."""
     vocab_size: int
     path: str
-    recurrent: bool
-    """It carries a state from token to token."""
+    whole_documents: bool
+    """It carries a state from token to token that it cannot hand from chunk to chunk."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class Source:
         """Rows that an epoch fills. UserError for none."""
         from penstock.engine.data.packing import rows_per_epoch
 
-        alone = self.model is not None and self.model.recurrent
+        alone = self.model is not None and self.model.whole_documents
         result = rows_per_epoch(self.corpus, data, data.sequence_length, one_document_per_row=alone)
         if not result:
             raise UserError(
@@ -245,7 +245,7 @@ def _look_at_model(recipe: Recipe) -> ModelFacts:
         recipe = replace(recipe, data=replace(recipe.data, sequence_length=context))  # nobody has said it yet
     spec = cached_spec(recipe, lambda: model_spec(config, recipe))
     path = short_path(str(recipe.model.path))
-    return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, path, spec.recurrent)
+    return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, path, spec.whole_documents)
 
 
 def _trained(corpus: TokenCorpus) -> NDArray[np.int64]:

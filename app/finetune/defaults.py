@@ -70,8 +70,8 @@ class Found:
     """[documents] tokens of each."""
     rows: Callable[[Mapping[str, Any]], int]
     """Rows of an epoch with these fields of data, by their dotted names."""
-    recurrent: bool = False
-    """The model carries a state from token to token: a row is one document."""
+    whole_documents: bool = False
+    """The model carries a state from token to token that it cannot hand on: a row is one document."""
 
 
 def choose(facts: Found, given: Mapping[str, Any], epochs: float | None = None) -> list[Default]:
@@ -103,9 +103,9 @@ class _Made:
 
 def _data(made: _Made, facts: Found) -> None:
     count = len(facts.lengths)
-    row, why = row_length(facts.lengths, facts.context, text=facts.text, packed=not facts.recurrent)
+    row, why = row_length(facts.lengths, facts.context, text=facts.text, packed=not facts.whole_documents)
     made.set("data.sequence_length", row, why)
-    if facts.recurrent:
+    if facts.whole_documents:
         made.set("data.packing", "none", "one document per row, as the model carries a state from token to token")
     else:
         made.set("data.packing", "best_fit", "whole documents, arranged to leave little space empty")

@@ -77,7 +77,7 @@ def propose(
     facts = Found(
         num_params=source.model.params,
         context=source.model.context,
-        recurrent=source.model.recurrent,
+        whole_documents=source.model.whole_documents,
         text=source.is_text,
         lengths=source.lengths,
         rows=lambda values: source.rows(with_values(recipe, values).data),

@@ -20,7 +20,7 @@ from penstock.engine.cluster.convert import write_dcp
 from penstock.engine.cluster.model import Sharded, make_sharded
 from penstock.engine.cluster.ranks import Ranks
 from penstock.engine.cluster.step import Share, train_step, validate
-from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, state_folder
+from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, state_folder, whole_document_notes
 from penstock.engine.data.loader import DataLoader, ValidationSet, make_loader, make_validation
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.flops import model_flops
@@ -115,8 +115,13 @@ def train_cluster(
             ranks.together(lambda: layout.require_intact(folder, (ranks.rank, ranks.count)))
             ranks.together(lambda: layout.require_same_model(folder, spec, kinds))
             ranks.together(lambda: layout.load(folder, sharded.tensors()))
-    loader = ranks.together(lambda: make_loader(described.data.corpus, spec, recipe))
-    validation = ranks.together(lambda: make_validation(described.data.corpus, spec, recipe))
+    # A whole row goes through layers that would carry their state from document to document.
+    alone = replace(spec, whole_documents=spec.recurrent)
+    loader = ranks.together(lambda: make_loader(described.data.corpus, alone, recipe))
+    validation = ranks.together(lambda: make_validation(described.data.corpus, alone, recipe))
+    if spec.recurrent and not spec.whole_documents:
+        for note in whole_document_notes(recipe):
+            observer.on_message(note)
     record = ranks.together(lambda: None if start is None else layout.read_record(start))
     if record is not None:
         ranks.together(lambda: loader.seek(record.meta["cursor"]))

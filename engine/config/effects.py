@@ -295,7 +295,7 @@ def idle_notes(recipe: Recipe, before: Recipe | None = None) -> list[str]:
 def whole_document_notes(recipe: Recipe) -> list[str]:
     """The same for a model that carries a state from token to token and cannot hand it from chunk to chunk, which only
     the model shows."""
-    why, said = "has no effect, as the model cannot hand its recurrent state from chunk to chunk", []
+    why, said = "has no effect, as the model carries a state from token to token", []
     if recipe.data.packing == "best_fit":
         said.append(f"data.packing: best_fit {why}: a row holds one document; set none")
     chunk = recipe.train.chunk_tokens

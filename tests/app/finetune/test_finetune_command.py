@@ -371,12 +371,12 @@ def test_a_thousand_conversations_of_500_tokens() -> None:
     }  # fmt: skip
 
 
-def test_ten_short_ones_hold_nothing_out_and_a_recurrent_model_has_a_document_a_row() -> None:
+def test_ten_short_ones_hold_nothing_out_and_a_model_of_whole_documents_has_one_a_row() -> None:
     chosen = values([40] * 10)
     assert (chosen["data.sequence_length"], chosen["data.validation_documents"]) == (128, None)
     assert (chosen["train.global_batch_size"], chosen["train.steps"], chosen["train.warmup_steps"]) == (1, 12, 1)
     assert "train.validate_every" not in chosen
-    chosen = values([500] * 1000, recurrent=True)
+    chosen = values([500] * 1000, whole_documents=True)
     assert (chosen["data.sequence_length"], chosen["data.packing"]) == (512, "none")
 
 

@@ -192,7 +192,7 @@ def test_no_data_is_an_error_that_says_how_to_give_it_and_a_plan_needs_none(
 
 
 def test_what_only_the_model_tells_is_told_by_the_plan_and_the_run(tmp_path: Path) -> None:
-    model = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)
+    model = tiny.model(model_type="mamba", overrides={"time_step_rank": 4, "state_size": 8})
     recipe = tiny.recipe(model=model, data=tiny.data(packing="best_fit"), train=tiny.training(steps=1))
     notes = penstock.plan(recipe)["notes"]
     said = ["data.packing: best_fit has no effect, as the model carries a state from token to token"]
