@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.config import AdapterConfig
-from penstock.engine.model import adapters
+from penstock.engine.model import adapters, kernel_packages
 from penstock.storage.files.errors import UserError
 
 Tensors = Mapping[str, Tensor]
@@ -94,6 +94,7 @@ def build(
             f"model type '{config.model_type}': its attention does not go through transformers' attention interface"
         ) from error
     model.eval()
+    kernel_packages.keep_to_gpus(model)
     _untrained_to_buffers(model)
     if adapter is not None:
         with torch.device(device):
