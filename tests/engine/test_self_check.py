@@ -358,12 +358,7 @@ STREAMED: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR, "streamed": Tr
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE = tiny.model(model_type="qwen3_moe", num_layers=2, overrides=EXPERTS)
 HYBRID = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)
-FALCON = tiny.model(
-    model_type="falcon_h1",
-    num_layers=2,
-    overrides={"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8},
-)
-"""Whose layers attend and carry a state at once."""
+FALCON = tiny.model(model_type="falcon_h1", num_layers=2, overrides=tiny.FALCON)
 APART = {"split_layers": "experts"}
 HALF_FROZEN = {"freeze": ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]}
 """Half of every layer, and of the lowest blocks everything."""

@@ -67,6 +67,9 @@ HYBRID |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_h
 HYBRID |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID["shared_expert_intermediate_size"] = 16
 """Fields of a small qwen3_next, whose layers carry state from token to token but for one."""
+FALCON: dict[str, Any] = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+FALCON["mamba_chunk_size"] = 8
+"""Fields of a small falcon_h1, whose layers attend and carry a state at once."""
 
 
 def _kept(name: str) -> Callable[[Any, Any], None]:

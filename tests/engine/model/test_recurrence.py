@@ -21,7 +21,6 @@ from penstock.storage.files.errors import UserError
 
 REPOSITORY = Path(__file__).parents[3]
 HYBRID = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)
-FALCON: dict[str, Any] = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 PACKAGES = {
     "fla": ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda", "fused_recurrent_kda"],
     "causal_conv1d": ["causal_conv1d_fn", "causal_conv1d_update"],
@@ -90,7 +89,7 @@ def test_gpu_memory_does_not_grow_with_the_sequence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "overrides", "train", "message"), [
-    ("falcon_h1", FALCON, {"kv_window": "streamed"},
+    ("falcon_h1", tiny.FALCON, {"kv_window": "streamed"},
      r"train\.kv_window: streamed, but layers of model type 'falcon_h1' attend and carry a recurrent state at once, "
      r"which needs all keys and values on the GPU; set auto or whole"),
     ("qwen3_next", tiny.HYBRID, {"chunk_tokens": 1}, r"train\.chunk_tokens: 1, but layers of model type 'qwen3_next' "),
