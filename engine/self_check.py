@@ -67,6 +67,9 @@ class CheckResult:
     worst_parameter: str | None
     reason: str | None
     """Why the model is refused; None when it passes."""
+    cut: str | None = None
+    """"chunks" where a document is cut along its tokens, "documents" where each is one chunk, whatever its length; None
+    where that is not known, as the model could not be taken apart."""
 
 
 def check_model(
@@ -93,9 +96,10 @@ def check_model(
 
     Never raises for a model that cannot be trained: the result says why.
     """
-    kind = config.model_type
+    kind, cut = config.model_type, None
     try:
         small, spec = _small_model(config, adapter, split_layers)
+        cut = "documents" if spec.recurrent else "chunks"
         aux = router_coefficient(small, router_aux_loss, recurrent=spec.recurrent)
         error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux)
         if TOLERANCE < error < math.inf:
@@ -108,12 +112,12 @@ def check_model(
                 if error < _NARROW or (exact[0] <= TOLERANCE and any(others)):
                     error, worst = exact
     except UserError as refusal:
-        return CheckResult(kind, False, None, None, str(refusal))
+        return CheckResult(kind, False, None, None, str(refusal), cut)
     if error <= TOLERANCE:
-        return CheckResult(kind, True, error, worst, None)
+        return CheckResult(kind, True, error, worst, None, cut)
     what = "value" if worst == "loss" else "gradient"
     reason = f"{worst}: streamed {what} differs from transformers' by {error:.2g} (relative; {TOLERANCE:g} is allowed)"
-    return CheckResult(kind, False, error, worst, reason)
+    return CheckResult(kind, False, error, worst, reason, cut)
 
 
 def _small_model(

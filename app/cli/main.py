@@ -3,14 +3,13 @@ them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,6 @@ from penstock.app.cli import finetune, runs, sample
 from penstock.app.cli.bench import bench_cli
 from penstock.app.cli.help_groups import CONTROL, KEEP, LOOK, MACHINE, TRAIN, GroupedCommands, help_of
 from penstock.app.cli.options import (
-    JsonOption,
     RecipeArgument,
     ScratchOption,
     SetOption,
@@ -37,6 +35,7 @@ from penstock.app.console.streams import open_standard_streams, print_failure
 from penstock.app.console.working import Working, working
 from penstock.app.hub.names import stay_offline
 from penstock.app.launch import api
+from penstock.app.launch.signals import ABORTED
 from penstock.storage.files.errors import UserError, not_ours
 from penstock.storage.files.untrusted import RefusedFileError, printable
 
@@ -227,33 +226,85 @@ def probe(
 
 
 def check(
-    model: Annotated[str, argument("MODEL", "Hugging Face folder, config.json, or hf://OWNER/NAME on the hub.")],
-    as_json: JsonOption = False,
+    model: Annotated[
+        str | None, argument("MODEL", "Hugging Face folder, config.json, or hf://OWNER/NAME on the hub.")
+    ] = None,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Check every type of language model that the installed transformers knows, in a few minutes."
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object; with --all one a line as it comes, and last the counts."),
+    ] = False,
 ) -> None:
     """Check that a model would be trained exactly: compare the gradients of a shrunk copy with transformers' own.
 
-    Exits with 0 if all gradients agree, 1 if one differs (the first is named), 2 for bad input.
+    Says whether that holds in chunks of any length, or only with each document in one chunk, whose memory then grows
+    with the longest document.
+
+    Exits with 0 if all gradients agree, 1 if one differs (the first is named), 2 for bad input. With --all, which takes
+    each type's default sizes without dropout, it exits with 0 once all are told apart; Ctrl-C ends it with what it has.
     """
+    from penstock.app.planning.check_view import result_line
+
+    if every == (model is not None):
+        raise UserError("check: name a MODEL, or give --all for every type of model, not both")
+    if model is None:
+        _check_all(as_json)
+        return
     from penstock.app.hub.fetch import model_folder
     from penstock.app.hub.names import is_hub
 
     folder = model_folder(model, config_only=True) if is_hub(model) else Path(model)
     with loading():
+        from penstock.app.planning.check import to_json
         from penstock.engine.hf.config import read_config
         from penstock.engine.self_check import check_model
 
     with working(f"checking {model}"):
-        result = asdict(check_model(read_config(folder)))
-    if not math.isfinite(result["max_rel_error"] or 0.0):  # JSON has no infinity
-        result["max_rel_error"] = None
-    if as_json:
-        typer.echo(json.dumps(result))
-    elif result["ok"]:
-        typer.echo(f"{result['model_type']}: ok, largest relative error {result['max_rel_error']:.1e}")
-    else:
-        typer.echo(f"{result['model_type']}: refused: {result['reason']}")
+        result = to_json(check_model(read_config(folder)))
+    typer.echo(json.dumps(result) if as_json else result_line(result))
     if not result["ok"]:
         raise typer.Exit(REFUSED)
+
+
+def _check_all(as_json: bool) -> None:
+    with working("loading the types of models"), loading():
+        from penstock.app.planning.check import check_types
+        from penstock.engine.model.types import model_types
+    from rich.console import Console
+
+    from penstock.app.planning.check_view import counts, counts_text, print_types
+
+    types, seen = model_types(), list[dict[str, Any]]()
+
+    def found() -> Iterator[dict[str, Any]]:
+        with Working() as shown, contextlib.closing(check_types(types)) as results:
+            while True:
+                with shown.step(f"checking: {len(seen)} of {len(types)} done"):
+                    result = next(results, None)
+                if result is None:
+                    return
+                seen.append(result)
+                yield result
+
+    try:
+        if as_json:
+            for result in found():
+                print(json.dumps(result), flush=True)
+        else:
+            print_types(found(), Console())
+    except KeyboardInterrupt:
+        raise typer.Exit(ABORTED) from None
+    finally:
+        summary = counts(seen)
+        if as_json:
+            print(json.dumps({"types": len(types), "checked": len(seen), "counts": summary}), flush=True)
+        else:
+            typer.echo(counts_text(summary, len(types)))
 
 
 _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (

@@ -33,6 +33,7 @@ from penstock.engine.model.spec import (
     rotary_tables,
 )
 from penstock.engine.model.trace import Trial, layer_shapes, run_trial
+from penstock.engine.model.types import dropouts
 from penstock.engine.optim.groups import nearest
 from penstock.storage.files.errors import UserError, refused
 from penstock.storage.files.untrusted import one_line
@@ -195,14 +196,11 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         raise UserError(
             f"{kind}: the weights are quantised (quantization_config); train from the unquantised checkpoint"
         )
-    for part in (config, config.get_text_config(decoder=True)):
-        for name, value in vars(part).items():
-            noise = "dropout" in name or name.endswith(("pdrop", "_drop", "jitter_noise")) or name == "layerdrop"
-            if noise and not name.startswith(("summary_", "classifier_")) and isinstance(value, float) and value > 0:
-                raise UserError(
-                    f"{kind}: {name} is {value}; dropout is not supported in training, set it to 0 in config.json "
-                    f"or with model.overrides"
-                )
+    for part, name in dropouts(config):
+        raise UserError(
+            f"{kind}: {name} is {getattr(part, name)}; dropout is not supported in training, set it to 0 in "
+            "config.json or with model.overrides"
+        )
 
 
 def validate_context(spec: ModelSpec, sequence_length: int) -> None:
