@@ -351,7 +351,10 @@ def mask_pattern(
         return None
     zero = torch.tensor(0)
     # Of the first query that no longer sees key 0, only a sliding window shows key 1.
-    sees_next = bool(mask_function(zero, zero, torch.tensor(local_size), torch.tensor(1)))
+    try:
+        sees_next = bool(mask_function(zero, zero, torch.tensor(local_size), torch.tensor(1)))
+    except IndexError:
+        raise UserError("its attention mask depends on what the tokens are, which is not supported") from None
     return MaskPattern("sliding" if sees_next and local_size > 1 else "chunked", local_size)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
@@ -64,7 +65,7 @@ def take_apart(
     kind = f"model type '{config.model_type}'"
     with refused(f"{kind}: no small copy could be made for the self-check", with_type=False):
         small, stand_ins = shrink(config, adapter)
-    with refused(f"{kind}: a small copy does not run with Penstock's attention"):
+    with refused(f"{kind}: a small copy does not run with Penstock's attention, which makes no attention mask"):
         trial = run_trial(small, adapter)
     returns = [trial.returns[i] for i in stand_ins]
     attends = [trial.attends[i] for i in stand_ins]
@@ -191,7 +192,12 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{kind} is an encoder-decoder model; only decoder-only causal language models can be trained")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"{kind} is not a causal language model known to this version of transformers")
+        if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            raise UserError(f"{kind} is not a causal language model known to this version of transformers")
+        text = config.get_text_config(decoder=True)
+        inner = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+        advice = f"; save its language model, of type '{text.model_type}', as a model of its own" if inner else ""
+        raise UserError(f"{kind} takes more than text, such as images; only text models can be trained{advice}")
     if getattr(config, "quantization_config", None):
         raise UserError(
             f"{kind}: the weights are quantised (quantization_config); train from the unquantised checkpoint"

@@ -27,11 +27,11 @@ _EXPERTS = 8
 
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size(_per_layer_input)?", VOCABULARY),
-    (r"(hidden|embedding|word_embed_proj)_(size|dim)|n_embd|d_model|dim_model|lru_width|attention_hidden_size", HIDDEN),
+    (r"(hidden|embedding|word_embed_proj)_(size|dim)|n_embd|d_model|dim_model|lru_width", HIDDEN),
     (r"moe_(shared_expert_)?intermediate_size|shared_(expert_)?intermediate_size|expert_ffn_hidden_size", 32),
     (r"(\w+_)?intermediate_size(_mlp)?|ffn_dim|n_inner|ffn_hidden_size|d_ff|dim_ff|d_inner", 96),
     (r"(num|n)_(local_|routed_|)?experts|moe_num_experts|num_moe_experts|zero_expert_num", _EXPERTS),
-    (r"n_group|moe_n_group", 4),
+    (r"n_group|moe_n_group|num_expert_group", 4),
     (r"topk_group", 2),
     (r"num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|top_k_experts|moe_top_k", 3),
     (r"kv_lora_rank", 16),
@@ -40,12 +40,14 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"qk_rope_head_dim", 8),
     (r"qk_head_dim", 24),
     (r"v_head_dim", 12),
+    (r"rotary_dim", 8),
+    (r"kv_n_heads", 2),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", 4),
     (r"linear_(key|value)_head_dim", 16),
     (r"(mamba_)?(d_state|state_size)|ssm_state_size", 16),
-    (r"mamba_d_head|mamba_head_dim", 16),
-    (r"mamba_(n|num)_heads", 8),
+    (r"mamba_d_head|mamba_head_?dim", 16),
+    (r"mamba_(n|num)_heads|n_mamba_heads", 8),
     (r"mamba_d_ssm|d_ssm", 2 * HIDDEN),
     (r"mamba_dt_rank|time_step_rank", 4),
     (r"sliding_window(_size)?|attention_window_size|attention_chunk_size", WINDOW),
@@ -142,6 +144,10 @@ def _shrink_fields(config: PretrainedConfig) -> None:
                 config.head_dim = config.qk_head_dim
             else:
                 config.head_dim = HIDDEN // small_heads if head_dim * heads == hidden else 2 * HIDDEN // small_heads
+    if isinstance(hidden, int) and isinstance(wide := before.get("attention_hidden_size"), int):
+        config.attention_hidden_size = HIDDEN * wide // hidden
+        if "attention_head_dim" in before:
+            config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
     if isinstance(before.get("mamba_d_ssm"), int):
         config.mamba_n_heads = config.mamba_d_ssm // config.mamba_d_head
     if heads is None and {"expand", "num_heads", "head_dim"} <= before.keys():

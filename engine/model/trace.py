@@ -84,7 +84,8 @@ def random_model(
         for name, buffer in sorted(model.named_buffers()):
             if name in persistent and buffer.is_floating_point():
                 noise = torch.randn_like(buffer) * 0.05
-                buffer.copy_(torch.where(buffer == 0, noise, buffer * (1 + noise)))
+                # Zeros among other values may be a mask, and stay.
+                buffer.copy_(buffer * (1 + noise) if buffer.any() else noise)
     return model
 
 
@@ -96,7 +97,7 @@ def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) ->
     prefix, layers = skeleton.find_layers(model)
     outer = {n: skeleton.site_parameter(s) for n, s in skeleton.parameter_sites(model, exclude=prefix).items()}
     seen, logits = _run_recorded(kind, model, layers, range(_TOKENS))
-    _refuse_side_channels(kind, seen)
+    _refuse_side_channels(kind, layers, seen)
     embed = _used(seen[0].hidden, outer)
     head = _used(logits, outer)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -181,7 +182,7 @@ def _blind(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
 
 
-def _refuse_side_channels(kind: str, seen: list[_Seen]) -> None:
+def _refuse_side_channels(kind: str, layers: nn.ModuleList, seen: list[_Seen]) -> None:
     for index, call in enumerate(seen):
         if call.attention_calls > 1:
             raise UserError(
@@ -193,12 +194,13 @@ def _refuse_side_channels(kind: str, seen: list[_Seen]) -> None:
             raise UserError(
                 f"{kind}: the model computes between layers {index - 1} and {index}, which is not supported"
             )
-        for path, leaf in pytree.tree_flatten_with_path((call.args, call.kwargs))[0]:
+        positional = list(inspect.signature(layers[index].forward).parameters)[1:]
+        given = dict(zip(positional, call.args, strict=False)) | call.kwargs
+        for path, leaf in pytree.tree_flatten_with_path(given)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                where = pytree.keystr(path[1:])
                 raise UserError(
-                    f"{kind}: layer {index} is given {where}, computed from trained parameters, in addition to its "
-                    "hidden state; only the hidden state may carry gradients between layers"
+                    f"{kind}: layer {index} is given {pytree.keystr(path)}, computed from trained parameters, in "
+                    "addition to its hidden state; only the hidden state may carry gradients between layers"
                 )
 
 
@@ -266,7 +268,13 @@ def _linears(layer: nn.Module, call: _Seen) -> tuple[str | None, tuple[str, ...]
     with torch.enable_grad():
         with attention.use(_of_all):
             # On a copy: a layer may keep what it computed last, and could then not be copied any more.
-            summed = summed_linears(copy.deepcopy(layer), run, x)
+            try:
+                copied = copy.deepcopy(layer)
+            except RuntimeError:
+                raise UserError(
+                    f"{type(layer).__name__} has kept tensors of its last call, which the next one would go on from"
+                ) from None
+            summed = summed_linears(copied, run, x)
         with attention.use(_constant):
             unread = unread_linear(layer, run, x)
         with attention.use(_of_all):
@@ -323,6 +331,11 @@ def layer_shapes(
         try:
             with attention.use(capture), torch.no_grad():
                 type(layer).forward(layer, x, *args, **kwargs)
+        except NotImplementedError as error:
+            raise UserError(
+                f"layer {index} ({type(layer).__name__}) looks at values before it attends, so the shapes of its "
+                "attention are not known without data"
+            ) from error
         except _Captured as found:
             shape = AttentionShape(*found.args)
             shapes.append(replace(shape, window=shape.window or sliding, chunk=chunked))
