@@ -6,6 +6,7 @@ takes all memory is refused, and the others go on.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import multiprocessing
 import os
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine.machine.limits import total_memory
 from penstock.engine.machine.platforms import usable_cpus
-from penstock.storage.files import child
 from penstock.storage.files.units import bytes_text, duration_text
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def check_types(model_types: Sequence[str], limit_s: float = LIMIT_S) -> Generat
     memory = total_memory() // (2 * processes) if processes else 0
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_LOADED))
+    life, ours_alone = context.Pipe(duplex=False)
     waiting = list(model_types)[::-1]
     jobs: dict[Connection, _Job] = {}
     try:
@@ -60,7 +61,7 @@ def check_types(model_types: Sequence[str], limit_s: float = LIMIT_S) -> Generat
             while waiting and len(jobs) < processes:
                 kind = waiting.pop()
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_check, args=(kind, theirs, memory), daemon=True)
+                process = context.Process(target=_check, args=(kind, theirs, life, memory), daemon=True)
                 process.start()
                 theirs.close()
                 jobs[ours] = _Job(kind, process, time.monotonic())
@@ -77,6 +78,8 @@ def check_types(model_types: Sequence[str], limit_s: float = LIMIT_S) -> Generat
     finally:
         for pipe, job in jobs.items():
             _end(job, pipe)
+        life.close()
+        ours_alone.close()
 
 
 def _result(job: _Job, pipe: Connection) -> dict[str, Any]:
@@ -102,10 +105,11 @@ def _end(job: _Job, pipe: Connection) -> None:
     pipe.close()
 
 
-def _check(model_type: str, out: Connection, memory_bytes: int) -> None:
-    """A child's life. It ends with the server that it was forked from, which ends with the command; Ctrl-C is for the
-    command to hear. What libraries print is for nobody."""
-    child.end_with_parent()
+def _check(model_type: str, out: Connection, life: Connection, memory_bytes: int) -> None:
+    """A child's life. It ends with the process that has the other end of `life`, for which it is not the child; Ctrl-C
+    is for that one to hear. What libraries print is for nobody."""
+    fcntl.fcntl(life.fileno(), fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life.fileno(), fcntl.F_SETFL, os.O_ASYNC)  # SIGIO, which ends it, when the other end is closed
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
