@@ -16,19 +16,22 @@ from penstock.storage.files.errors import refused
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256}
 _INDEXER |= {"indexer_budget": 2048, "indexer_compress_ratio": 16}
 _LACKING: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 5e5, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "granitemoehybrid": {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 2) * 4},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
 }
-"""Fields without which a type's default config makes no model: every checkpoint's config has them."""
+"""Fields without which a type's default config makes no model, or one without layers that all published ones have."""
 
 
 def model_types() -> list[str]:

@@ -1,7 +1,6 @@
 """Taking models apart on the meta device; what their blocks are computed with, what backward's recomputation leaves
 out, and which linear modules are one product. Gradients beside plain autograd's: test_check.py."""
 
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -25,6 +24,7 @@ from transformers import (
     T5Config,
     Trainer,
 )
+from transformers.activations import XIELUActivation
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.engine.attention import backends
@@ -39,6 +39,7 @@ from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key
 from penstock.engine.model.sums import GradientSums
 from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.model.trace import random_model
+from penstock.engine.model.types import default_config
 from penstock.storage.files.errors import UserError
 
 VARIED = ("gemma3_text", "deepseek_v3", "qwen3_next", "llama4_text", "gpt_oss")
@@ -162,11 +163,9 @@ def test_initial_constants_are_the_models_own(model_type: str) -> None:
 
 def undropped(model_type: str, **fields: Any) -> PretrainedConfig:
     """A small config of the type, without dropout."""
-    config = CONFIG_MAPPING[model_type](**fields)
-    for part in (config, config.get_text_config(decoder=True)):
-        for name, value in vars(part).items():
-            if isinstance(value, float) and re.search("drop|jitter_noise", name):
-                setattr(part, name, 0.0)
+    config = default_config(model_type)
+    for name, value in fields.items():
+        setattr(config, name, value)
     return shrink(config)[0]
 
 
@@ -227,16 +226,34 @@ def test_what_only_a_constructor_sets_is_initialised() -> None:
     assert all(torch.equal(values[name], model.get_parameter(name).float()) for name in learnt)
 
 
+def test_an_activation_is_computed_without_its_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-check, on the CPU, would not see what the package's CUDA kernel computes."""
+    constructed = XIELUActivation.__init__
+
+    def installed(self: Any, *args: Any, **named: Any) -> None:
+        constructed(self, *args, **named)
+        self._xielu_cuda_obj = object()
+
+    monkeypatch.setattr(XIELUActivation, "__init__", installed)
+    model = skeleton.build(undropped("apertus"))
+    activations = [part for part in model.modules() if isinstance(part, XIELUActivation)]
+    assert [each._xielu_cuda_obj for each in activations] == [None, None]
+
+
 @pytest.mark.parametrize(("config", "message"), [
     (T5Config(), "encoder-decoder"),
     (PretrainedConfig(), "not a causal language model"),
+    (CONFIG_MAPPING["llava"](), "takes more than text.* save its language model, of type 'llama'"),
     (CONFIG_MAPPING["vit"](hidden_dropout_prob=0.0), "not a causal language model"),
     (qwen3(attention_dropout=0.1), "attention_dropout is 0.1"),
     (GPT2Config(), "resid_pdrop is 0.1"),
     (qwen3(quantization_config={"quant_method": "fp8"}), "quantised"),
     (CONFIG_MAPPING["bert"](num_hidden_layers=2, **UNDROPPED), "not causal"),
     (CONFIG_MAPPING["gptj"](n_layer=2, **NO_DROPOUT), "attention interface"),
-    (CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0), "in addition to its hidden"),
+    (CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0), r"given \['per_layer_input'\]"),
+    (CONFIG_MAPPING["recurrent_gemma"](num_hidden_layers=3), "kept tensors of its last call"),
+    (CONFIG_MAPPING["jetmoe"](num_hidden_layers=2), "looks at values before it attends"),
+    (CONFIG_MAPPING["gemma4_unified"](), "mask depends on what the tokens are"),
 ], ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else None)  # fmt: skip
 def test_untrainable_models_are_refused(config: PretrainedConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
