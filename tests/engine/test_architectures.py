@@ -12,7 +12,7 @@ CHUNKS = [
     "nemotron", "olmo2", "olmo3", "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3", "stablelm", "starcoder2",
 ]  # fmt: skip
-DOCUMENTS = ["falcon_h1", "granitemoehybrid", "lfm2", "mamba2", "minimax", "qwen3_5_text", "qwen3_next"]
+DOCUMENTS = ["falcon_h1", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "qwen3_5_text", "qwen3_next"]
 """Layers that carry a state: a document is one chunk."""
 REFUSED = {
     "deepseek_v32": "makes no attention mask",

@@ -55,6 +55,7 @@ OFTEN: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": DYNAMIC}),
     ("phi3", {"max_position_embeddings": 131072, "rope_parameters": LONGROPE}),
     ("apertus", {"num_key_value_heads": 8}),  # rounding takes an input over the kink of its activation
+    ("minimax", {"num_hidden_layers": 4}),  # buffers that are masks, and differ from layer to layer
     ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),  # learned positions
     ("gemma4_text", {"hidden_size_per_layer_input": 0}),  # layers of different widths, badly conditioned
 ]
