@@ -26,7 +26,7 @@ from penstock.storage.files.units import bytes_text, duration_text
 if TYPE_CHECKING:
     from penstock.engine.self_check import CheckResult
 
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 """Time that one type may take, on a machine that does other things too."""
 _LOADED = ("penstock.engine.self_check",)
 """Loaded once, for all processes."""
