@@ -163,7 +163,7 @@ def open_session(
         with checklist.step("searching a plan"):
             result = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
         with checklist.step("self-check"):
-            _refuse_unless_exact(spec, train, result.plan, observer)
+            _refuse_unless_exact(spec, train, result.plan, observer, device)
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
         recorded, kernels = None, None
         if going_on:
@@ -361,7 +361,9 @@ def _describe(
         observer.on_message(note)
 
 
-def _refuse_unless_exact(spec: ModelSpec, train: TrainConfig, plan: Plan, observer: Observer) -> None:
+def _refuse_unless_exact(
+    spec: ModelSpec, train: TrainConfig, plan: Plan, observer: Observer, device: torch.device
+) -> None:
     """The self-check: a model is trained only if its streamed gradients are those of transformers."""
     result = check_model(
         spec.config,
@@ -369,6 +371,7 @@ def _refuse_unless_exact(spec: ModelSpec, train: TrainConfig, plan: Plan, observ
         router_aux_loss=train.router_aux_loss,
         adapter=spec.adapter,
         split_layers=train.split_layers,
+        device=device,
     )
     if not result.ok:
         raise UserError(f"self-check of model type {result.model_type} failed, so it is not trained: {result.reason}")

@@ -19,8 +19,8 @@ from transformers.activations import XIELUActivation
 
 
 def keep_to_gpus(model: nn.Module) -> None:
-    """From now on the functions that the layers of `model` call are a package's on a GPU only; xIELU is transformers' own
-    everywhere, as its kernel is of CUDA alone and the self-check does not see it."""
+    """From now on the functions that the layers of `model` call are a package's on a GPU only; xIELU is transformers'
+    own everywhere, as its kernel is of CUDA alone and the self-check does not see it."""
     for part in model.modules():
         if isinstance(part, XIELUActivation):
             part._xielu_cuda_obj = None
