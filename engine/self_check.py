@@ -122,6 +122,7 @@ def check_model(
                     error, worst = exact
         if error <= TOLERANCE and spec.states and device.type != "cpu":
             beyond = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux, device)
+            torch.cuda.empty_cache()
             error, worst = max((error, worst), beyond)
     except UserError as refusal:
         return CheckResult(kind, False, None, None, str(refusal), cut)

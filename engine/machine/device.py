@@ -141,7 +141,10 @@ def _limit_memory(settings: DeviceSettings, device: torch.device, budget_bytes: 
         setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # torch >= 2.10
         (setter or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     limit = max(budget_bytes, LEAST_LIMIT_BYTES) / total
-    settings.call(lambda fraction: torch.cuda.set_per_process_memory_fraction(fraction, device), 1.0, min(limit, 1.0))
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    settings.call(
+        lambda fraction: torch.cuda.set_per_process_memory_fraction(fraction, device), before, min(limit, 1.0)
+    )
     torch.cuda.reset_peak_memory_stats(device)
     settings.message = (
         f"GPU memory: {bytes_text(budget_bytes)} of {bytes_text(total)} are this run's budget; other processes and "
