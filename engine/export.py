@@ -19,6 +19,7 @@ from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import write_adapter
 from penstock.engine.hf.generation import stop_ids, write_generation_config
 from penstock.engine.hf.named_code import named_code
+from penstock.engine.hf.quantised import open_checkpoint
 from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
@@ -27,7 +28,6 @@ from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.runtime.sources import RunSource
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.safetensors import CheckpointReader
 from penstock.storage.tier.layout import FlatLayout
 
 SHARD_BYTES = 5 * 10**9
@@ -98,7 +98,7 @@ def export(
                 whole = take_apart(spec.config)
                 dtypes: dict[str, torch.dtype] = {}
                 if dtype == "auto" and like is not None:
-                    dtypes = weights.CheckpointLayout(whole, CheckpointReader(like), rows).dtypes()
+                    dtypes = weights.CheckpointLayout(whole, open_checkpoint(like), rows).dtypes()
                 other = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
                 read = _merging(spec, read, lambda name: dtypes.get(name, other))
                 constants = {plain_name(name): tensor for name, tensor in constants.items()}
@@ -196,7 +196,7 @@ def _unrounded(
 ) -> weights.ReadBuffer:
     """Reads what is frozen as `origin` has it, where a run stores it in a dtype that does not hold that (`fixed`, by
     buffer), unless it has changed there since."""
-    layout = weights.CheckpointLayout(spec, CheckpointReader(origin), stored)
+    layout = weights.CheckpointLayout(spec, open_checkpoint(origin), stored)
     dtypes = layout.dtypes()
 
     def read_buffer(name: str) -> Mapping[str, Tensor]:

@@ -37,6 +37,7 @@ from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import Start
 from penstock.engine.hf.config import require_overrides
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
+from penstock.engine.hf.quantised import open_checkpoint
 from penstock.engine.kernels import KernelQuery, choose_kernels, kernel_query, kernel_record, report_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
@@ -66,7 +67,6 @@ from penstock.engine.self_check import check_model
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.engine.uploads import Uploads
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.safetensors import CheckpointReader
 from penstock.storage.files.units import bytes_text, size_text
 from penstock.storage.files.untrusted import one_line
 from penstock.storage.generations.store import NvmeStore
@@ -448,7 +448,7 @@ def first_values(
 ) -> tuple[dict[str, Tensor], Iterable[tuple[str, dict[str, Tensor]]]]:
     """The imported or initialised model: its constants, and one after the other its buffers' parameters in float32."""
     if recipe.model.path is not None:
-        reader = CheckpointReader(Path(recipe.model.path).expanduser())
+        reader = open_checkpoint(Path(recipe.model.path).expanduser())
         layout = weights.CheckpointLayout(spec, reader, None if new_rows is None else new_rows.stored)
         constants = layout.read_constants()
         buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(layout, new_rows)

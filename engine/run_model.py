@@ -59,7 +59,7 @@ def remarks_on_model(
     folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
     said = []
     if folder is not None:
-        unused = weights.remarks_on_unused(folder, spec.config if new_rows is None else new_rows.stored)
+        unused = weights.remarks_on_tensors(folder, spec.config if new_rows is None else new_rows.stored)
         said = [f"model.path: {remark}" for remark in (*remarks_on_weights(folder), *unused)]
     if tokenizer is not None and tokenizer.folder != folder:
         other = read_otherwise(tokenizer, spec.model_type)

@@ -3,11 +3,11 @@
 GPU    96 GB
 RAM    480 GB
 NVMe   3.8 TB: 2 or 3 generations of the state, and the export; two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'
-Model  models/gpt-oss-120b-bf16 (Hugging Face folder with bfloat16 weights), or --from-scratch
+Model  models/gpt-oss-120b (Hugging Face folder), or --from-scratch
 Use    your own text or conversations: --set data.path=FILE, or a folder of files; it brings none
 
-The published weights are quantised (MXFP4) and are refused: convert them to bfloat16 first. Gradients are summed in
-float32 and wait for the optimizer in bfloat16, which saves 234 GB of RAM.
+The published weights are quantised (MXFP4): they are dequantised as they are read, and exported in bfloat16. Gradients
+are summed in float32 and wait for the optimizer in bfloat16, which saves 234 GB of RAM.
 
 What bounds it is writing the state to NVMe: every expert is updated in every step, 1.4 TB for 5B parameters' worth of
 computing a token. It is written while the next step runs forward, as clipping waits for the last gradient, so that it
@@ -22,7 +22,7 @@ recipe = Recipe(
     name="120b-moe",
     machine="gh200-480",
     model=ModelConfig(
-        path="models/gpt-oss-120b-bf16",
+        path="models/gpt-oss-120b",
         model_type="gpt_oss",
         num_layers=36,
         hidden_size=2880,

@@ -18,6 +18,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from penstock.engine.config import MOST_LAYERS, MOST_SIZE, ModelConfig, Recipe
+from penstock.engine.hf.quantised import drop_quantisation
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import read_config_file
 from penstock.storage.files.untrusted import one_line, parse_object, printable
@@ -110,6 +111,7 @@ def make_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     except Exception as error:  # transformers validates with errors of many types
         raise UserError(f"{where}: transformers refuses this config: {one_line(error)}") from error
     drop_implementation(config)
+    drop_quantisation(config, where)
     return config
 
 

@@ -21,6 +21,7 @@ from penstock.engine.hf import generation
 from penstock.engine.hf.config import with_floats, without_floats, without_implementation
 from penstock.engine.hf.conversion import Conversion, ConversionPlan
 from penstock.engine.hf.named_code import named_code
+from penstock.engine.hf.quantised import DequantisingReader, open_checkpoint, remarks_on_quantised, without_quantisation
 from penstock.engine.model import skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.anatomy import initial_constants
@@ -109,21 +110,24 @@ def _import_blocks(layout: CheckpointLayout, new_rows: NewRows | None) -> Iterat
 
 def require_tied(folder: Path, config: PretrainedConfig) -> None:
     """UserError where a checkpoint holds two tensors that are one in the model of `config`, and they differ."""
-    reader, model = CheckpointReader(folder), skeleton.build(config)
+    reader, model = open_checkpoint(folder), skeleton.build(config)
     require_same_twice(reader, ConversionPlan(model, reader), _canonical_names(model))
 
 
-def remarks_on_unused(folder: Path, config: PretrainedConfig) -> list[str]:
-    """What is to be said of a checkpoint's tensors that neither the model of `config` nor transformers knows."""
-    model = skeleton.build(config)
+def remarks_on_tensors(folder: Path, config: PretrainedConfig) -> list[str]:
+    """What is to be said of a checkpoint: that it is quantised, and of tensors that neither the model of `config` nor
+    transformers knows."""
+    reader, model = open_checkpoint(folder), skeleton.build(config)
+    said = remarks_on_quantised(reader)
     known = "|".join([r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())])
-    unused = [name for name in ConversionPlan(model, CheckpointReader(folder)).unused if not re.search(known, name)]
+    unused = [name for name in ConversionPlan(model, reader).unused if not re.search(known, name)]
     if not unused:
-        return []
+        return said
     return [
+        *said,
         f"{folder}: {len(unused):,} of its tensors have no place in the {config.model_type} model that config.json "
         f"describes, the first {one_line(unused[0])}: they are not trained, and go to the export as they are; check "
-        "config.json if they belong to the model"
+        "config.json if they belong to the model",
     ]
 
 
@@ -316,7 +320,7 @@ class _Export:
 
     def like(self, origin: Path, stored: PretrainedConfig | None, dtype: str | None) -> list[str]:
         """With the origin's names, layout and, unless there is a `dtype`, dtypes. What is to be said of it."""
-        reader = CheckpointReader(origin)
+        reader = open_checkpoint(origin)
         layout = CheckpointLayout(self.spec, reader, stored)
         config, left_out = _config_like(self.spec.config, origin / "config.json", dtype)
         copied = {name: read_model_file(origin, name, _COPIED_BYTES) for name in _copied_names(origin)}
@@ -342,6 +346,8 @@ class _Export:
         said = []
         if left_out:
             said.append(f"config.json: left out, as it is how transformers is to run the model: {', '.join(left_out)}")
+        if isinstance(reader, DequantisingReader):
+            said.append("config.json: quantization_config left out, as the exported weights are not quantised")
         if missing:
             said.append(f"auto_map names code that {origin} does not have: {', '.join(map(one_line, missing))}")
         return said
@@ -426,14 +432,16 @@ def _config_like(config: PretrainedConfig, file: Path, dtype: str | None) -> tup
     """`file`'s bytes; where `config` or `dtype` says otherwise than the file, the file with these fields changed. The
     names of fields that would keep the export from being loaded, and are left out."""
     original = read_model_file(file.parent, file.name, _COPIED_BYTES)
-    values, left_out = without_implementation(with_floats(parse_object(original)))
+    stored = parse_object(original)
+    plain = without_quantisation(stored)
+    values, left_out = without_implementation(with_floats(plain))
     before = type(config).from_dict(copy.deepcopy(values)).to_dict()
     incidental = ("_name_or_path", "transformers_version", *left_out)
     changed = {k: v for k, v in config.to_dict().items() if k not in incidental and before.get(k) != v}
     if dtype is not None:
         names = [name for name in ("dtype", "torch_dtype") if name in values] or ["dtype"]
         changed |= {name: dtype for name in names if values.get(name) != dtype}
-    same = not changed and not left_out
+    same = not changed and not left_out and plain == stored
     written = json.dumps(without_floats(values | changed), indent=2) + "\n"
     return original if same else written.encode(), left_out
 

@@ -198,10 +198,6 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         inner = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
         advice = f"; save its language model, of type '{text.model_type}', as a model of its own" if inner else ""
         raise UserError(f"{kind} takes more than text, such as images; only text models can be trained{advice}")
-    if getattr(config, "quantization_config", None):
-        raise UserError(
-            f"{kind}: the weights are quantised (quantization_config); train from the unquantised checkpoint"
-        )
     for part, name in dropouts(config):
         raise UserError(
             f"{kind}: {name} is {getattr(part, name)}; dropout is not supported in training, set it to 0 in "

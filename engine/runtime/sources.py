@@ -18,6 +18,7 @@ from penstock.engine.hf.adapter_folder import StoredAdapter, open_start
 from penstock.engine.hf.config import model_config, read_config, with_vocabulary
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
 from penstock.engine.hf.conversion import Conversion
+from penstock.engine.hf.quantised import open_checkpoint
 from penstock.engine.hf.weights import FLOAT_DTYPES, CheckpointLayout, require_same_twice
 from penstock.engine.model.adapters import is_adapter
 from penstock.engine.model.anatomy import spec_of_recipe, take_apart
@@ -25,7 +26,6 @@ from penstock.engine.model.spec import ModelSpec, block_of, layouts
 from penstock.engine.optim.base import MASTER
 from penstock.engine.runtime.handlers import gather
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.safetensors import CheckpointReader
 from penstock.storage.generations.checkpoints import checkpoint_folder, read_checkpoint
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.arena import empty_aligned
@@ -72,7 +72,7 @@ class FolderSource:
         that can be read exactly."""
         self.origin: Path | None = folder
         self.spec = take_apart(read_config(folder), adapter=adapter)
-        self._reader = CheckpointReader(folder)
+        self._reader = open_checkpoint(folder)
         self._layout = CheckpointLayout(self.spec, self._reader)
         self._flat = layouts(self.spec)
         stored = {name: self._reader.tensors[name][0] for name in self._layout.trained}
@@ -84,19 +84,16 @@ class FolderSource:
                 )
         sizes = Counter[str]()
         for name, dtype in stored.items():
-            sizes[dtype] += self._bytes(name)
+            sizes[dtype] += self._reader.stored_bytes(name)
         require_same_twice(self._reader, self._layout.plan, self._layout.canonical)
         self.usual_dtype = FLOAT_DTYPES[sizes.most_common(1)[0][0]]
         self.constants = self._layout.read_constants()
         self.tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         self._threads = ThreadPoolExecutor(_THREADS, "tensors")
 
-    def _bytes(self, name: str) -> int:
-        dtype, shape = self._reader.tensors[name]
-        return torch.Size(shape).numel() * FLOAT_DTYPES[dtype].itemsize
-
     def stored_bytes(self, buffer: str) -> int:
-        return sum(self._bytes(name) for one in self._layout.of_block[block_of(buffer)] for name in one.sources)
+        sources = (name for one in self._layout.of_block[block_of(buffer)] for name in one.sources)
+        return sum(map(self._reader.stored_bytes, sources))
 
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         views = self._flat[buffer].views(out)

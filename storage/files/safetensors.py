@@ -96,6 +96,10 @@ class CheckpointReader:
         """The file that holds tensor `name`, for messages."""
         return self._entries[name].path
 
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of the files that tensor `name` is read from."""
+        return self._entries[name].nbytes
+
     def read(self, name: str) -> torch.Tensor:
         """A new tensor with the stored dtype, shape and bytes. UserError when the file cannot be read."""
         entry = self._entries[name]

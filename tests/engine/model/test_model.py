@@ -247,7 +247,6 @@ def test_an_activation_is_computed_without_its_optional_package(monkeypatch: pyt
     (CONFIG_MAPPING["vit"](hidden_dropout_prob=0.0), "not a causal language model"),
     (qwen3(attention_dropout=0.1), "attention_dropout is 0.1"),
     (GPT2Config(), "resid_pdrop is 0.1"),
-    (qwen3(quantization_config={"quant_method": "fp8"}), "quantised"),
     (CONFIG_MAPPING["bert"](num_hidden_layers=2, **UNDROPPED), "not causal"),
     (CONFIG_MAPPING["gptj"](n_layer=2, **NO_DROPOUT), "attention interface"),
     (CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=5, num_kv_shared_layers=0), r"given \['per_layer_input'\]"),
