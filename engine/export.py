@@ -20,6 +20,7 @@ from penstock.engine.hf.adapter_folder import write_adapter
 from penstock.engine.hf.generation import stop_ids, write_generation_config
 from penstock.engine.hf.named_code import named_code
 from penstock.engine.hf.quantised import open_checkpoint
+from penstock.engine.model import skeleton
 from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
@@ -38,6 +39,8 @@ class Exported(NamedTuple):
     num_params: int
     num_trained: int
     model_type: str
+    auto_class: str
+    """The class of transformers that loads it."""
     adapter: AdapterConfig | None
     """What was exported is this adapter alone."""
     remarks: list[str]
@@ -137,6 +140,7 @@ def export(
             num_params=spec.num_params,
             num_trained=spec.num_trained,
             model_type=spec.model_type,
+            auto_class=skeleton.auto_class(spec.config).__name__,
             adapter=None if merged else adapter,
             remarks=remarks,
         )

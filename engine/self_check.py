@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.engine import passes, preparing
 from penstock.engine.computing import Computing
@@ -29,7 +29,7 @@ from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
-from penstock.engine.model.skeleton import LengthState, find_layers
+from penstock.engine.model.skeleton import LengthState, find_layers, from_config
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.model.trace import random_model
@@ -305,7 +305,7 @@ def reference_gradients(
     `source` gives the weights; `documents` are int64 [length].
     """
     config = copy.deepcopy(config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     if adapter is not None:
         inject(model, find_layers(model)[0], adapter)
         for name, parameter in model.named_parameters():

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from penstock.engine.config import TrainConfig
+from penstock.engine.model.skeleton import from_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def _model(
     """The model in the compute dtype, its parameters, their fp32 masters, and whether these are the same tensors."""
     dtype = getattr(torch, train.compute_dtype)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.config.use_cache = False
     model.train()
     named = dict(model.named_parameters())

@@ -94,8 +94,8 @@ def _what(recipe: Recipe, exported: Exported) -> str:
 
 def _imports(folder: Path, exported: Exported) -> list[str]:
     if exported.adapter is None:
-        return ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    names = ["AutoModelForCausalLM", "AutoTokenizer"] + ["GenerationConfig"] * _has_ends(folder)
+        return [f"from transformers import {exported.auto_class}, AutoTokenizer"]
+    names = [exported.auto_class, "AutoTokenizer"] + ["GenerationConfig"] * _has_ends(folder)
     return ["from peft import PeftModel", f"from transformers import {', '.join(names)}"]
 
 
@@ -106,11 +106,11 @@ def _has_ends(folder: Path) -> bool:
 
 def _loading(folder: Path, recipe: Recipe, exported: Exported) -> list[str]:
     if exported.adapter is None:
-        return [f'model = AutoModelForCausalLM.from_pretrained("{folder.name}")']
+        return [f'model = {exported.auto_class}.from_pretrained("{folder.name}")']
     hub = _hub_name(recipe.model.path)
     base = recipe.model.path if hub is None else hub.name
     return [
-        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(str(base))})",
+        f"base = {exported.auto_class}.from_pretrained({json.dumps(str(base))})",
         f'model = PeftModel.from_pretrained(base, "{folder.name}")',
         *[f'model.generation_config = GenerationConfig.from_pretrained("{folder.name}")'] * _has_ends(folder),
     ]

@@ -53,9 +53,10 @@ def load_exported(folder: Path, base: str | None) -> tuple[Any, Any]:
 
 def _whole_model(folder: Path) -> Any:
     """Run as suits this machine, whatever its config asks for, and without an adapter that was left beside it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from penstock.engine.hf.config import drop_implementation
+    from penstock.engine.model.skeleton import auto_class
 
     config = AutoConfig.from_pretrained(folder, **_LOCAL)
     drop_implementation(config)
@@ -66,4 +67,4 @@ def _whole_model(folder: Path) -> Any:
                 if not file.name.startswith("adapter_"):
                     (alone / file.name).symlink_to(file)
             folder = alone
-        return AutoModelForCausalLM.from_pretrained(folder, config=config, use_safetensors=True, **_LOCAL)
+        return auto_class(config).from_pretrained(folder, config=config, use_safetensors=True, **_LOCAL)

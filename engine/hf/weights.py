@@ -115,20 +115,45 @@ def require_tied(folder: Path, config: PretrainedConfig) -> None:
 
 
 def remarks_on_tensors(folder: Path, config: PretrainedConfig) -> list[str]:
-    """What is to be said of a checkpoint: that it is quantised, and of tensors that neither the model of `config` nor
-    transformers knows."""
+    """What is to be said of a checkpoint: that it is quantised, and of tensors that are not of the trained model."""
     reader, model = open_checkpoint(folder), skeleton.build(config)
+    unused = ConversionPlan(model, reader).unused
+    whole = skeleton.build_whole(config)
+    others = set(unused if whole is None else ConversionPlan(whole, reader).unused)
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ())]
+    patterns += [] if whole is None else [*(whole._keys_to_ignore_on_load_unexpected or ())]
+    ignored = {name for name in others if any(re.search(pattern, name) for pattern in patterns)}
+    kinds = {
+        "are of the vision tower or another part that text does not use": [n for n in unused if n not in others],
+        f"are ones that transformers' {config.model_type} model leaves out": [n for n in unused if n in ignored],
+        f"have no place in the {config.model_type} model that config.json describes": [
+            n for n in unused if n in others - ignored
+        ],
+    }
+    used = reader.tensors.keys() - set(unused)
     said = remarks_on_quantised(reader)
-    known = "|".join([r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())])
-    unused = [name for name in ConversionPlan(model, reader).unused if not re.search(known, name)]
-    if not unused:
-        return said
-    return [
-        *said,
-        f"{folder}: {len(unused):,} of its tensors have no place in the {config.model_type} model that config.json "
-        f"describes, the first {one_line(unused[0])}: they are not trained, and go to the export as they are; check "
-        "config.json if they belong to the model",
-    ]
+    for what, names in kinds.items():
+        names = [name for name in names if not name.endswith("rotary_emb.inv_freq")]  # a table that models compute
+        if names:
+            said.append(
+                f"{folder}: {len(names):,} of its tensors {what} ({_where(names, used)}): they are not trained, and "
+                "go to the export as they are"
+            )
+            if "config.json" in what:
+                said[-1] += "; check config.json if they belong to the model"
+    return said
+
+
+def _where(names: Iterable[str], others: Iterable[str]) -> str:
+    """The shortest beginnings of `names` that no name of `others` has, at most three of them."""
+    taken = {".".join(parts[:end]) for parts in (name.split(".") for name in others) for end in range(len(parts))}
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        starts = (".".join(parts[:end]) for end in range(1, len(parts)))
+        found[next((start + ".*" for start in starts if start not in taken), name)] = None
+    more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
+    return one_line(", ".join([*found][:3])) + more
 
 
 def require_same_twice(reader: CheckpointReader, plan: ConversionPlan, canonical: Mapping[str, str]) -> None:
@@ -297,7 +322,7 @@ def export_folder(
             remarks = export.like(origin, stored, dtype if convert else None)
         else:
             values = constants if set(constants) == set(spec.constants) else initial_constants(spec) | dict(constants)
-            export.fresh(dict(values), FLOAT_DTYPES[dtype], eos_id)
+            remarks = export.fresh(dict(values), FLOAT_DTYPES[dtype], eos_id)
     except UserError:
         if not was_there and not any(out_dir.iterdir()):
             out_dir.rmdir()
@@ -352,8 +377,8 @@ class _Export:
             said.append(f"auto_map names code that {origin} does not have: {', '.join(map(one_line, missing))}")
         return said
 
-    def fresh(self, constants: dict[str, Tensor], dtype: torch.dtype, eos_id: int | None) -> None:
-        """As transformers saves a model that was made from its config."""
+    def fresh(self, constants: dict[str, Tensor], dtype: torch.dtype, eos_id: int | None) -> list[str]:
+        """As transformers saves a model that was made from its config. What is to be said of it."""
         model = skeleton.build(self.spec.config)
         empty = {name: tensor.to("meta") for name, tensor in constants.items()}
         empty |= {p.name: torch.empty(p.shape, dtype=dtype, device="meta") for p in self.spec.params}
@@ -376,6 +401,9 @@ class _Export:
         config.save_pretrained(self.out_dir)
         GenerationConfig.from_model_config(config).save_pretrained(self.out_dir)
         generation.write_generation_config(self.out_dir, None, config, self.stops)
+        if skeleton.build_whole(config) is None:
+            return []
+        return ["only the text part is exported: transformers gives the vision tower and the like random values"]
 
     def _write(
         self,

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
@@ -191,13 +190,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     kind = f"model type '{config.model_type}'"
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{kind} is an encoder-decoder model; only decoder-only causal language models can be trained")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-            raise UserError(f"{kind} is not a causal language model known to this version of transformers")
-        text = config.get_text_config(decoder=True)
-        inner = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
-        advice = f"; save its language model, of type '{text.model_type}', as a model of its own" if inner else ""
-        raise UserError(f"{kind} takes more than text, such as images; only text models can be trained{advice}")
+    skeleton.auto_class(config)  # or it is refused
     for part, name in dropouts(config):
         raise UserError(
             f"{kind}: {name} is {getattr(part, name)}; dropout is not supported in training, set it to 0 in "

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.config import AdapterConfig
@@ -64,6 +71,48 @@ class _Stop(BaseException):
     """Leaves the model's forward once everything of interest has happened; never seen outside."""
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """Which of transformers' classes makes a model of `config` that has logits for texts. UserError: none does."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise UserError(
+        f"model type '{config.model_type}' is not a causal language model known to this version of transformers"
+    )
+
+
+def from_config(config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """transformers' own model of `config`; of one that takes images and the like too only what texts go through."""
+    model: PreTrainedModel = auto_class(config).from_config(config, **kwargs)
+    if config.get_text_config(decoder=True) is not config:
+        parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+        _keep_only(model, {id(part) for part in parts if part is not None})
+    return model
+
+
+def build_whole(config: PretrainedConfig) -> PreTrainedModel | None:
+    """All of a model that takes images and the like too, on meta; None for one that takes texts alone."""
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return None
+    with torch.device("meta"):
+        whole: PreTrainedModel = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=torch.float32)
+    return whole
+
+
+def _keep_only(module: nn.Module, kept: set[int]) -> None:
+    """Take out of a module the parts with parameters that have nothing of `kept` (by id) in them; its own parameters
+    become buffers, which nothing trains."""
+    _to_buffers(module, list(module._parameters))
+    for name, part in list(module.named_children()):
+        if id(part) in kept:
+            continue
+        if any(id(inner) in kept for inner in part.modules()):
+            _keep_only(part, kept)
+        elif next(part.parameters(), None) is not None:
+            setattr(module, name, None)
+
+
 def build(
     config: PretrainedConfig,
     device: str = "meta",
@@ -83,9 +132,7 @@ def build(
     kwargs = {} if experts is None else {"experts_implementation": experts}
     try:
         with torch.device(device):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention_by, dtype=torch.float32, **kwargs
-            )
+            model = from_config(config, attn_implementation=attention_by, dtype=torch.float32, **kwargs)
     except KeyError as error:
         if error.args != (attention.NAME,):
             raise
@@ -105,10 +152,14 @@ def build(
 def _untrained_to_buffers(model: nn.Module) -> None:
     """Make buffers of the parameters that the model itself does not train, such as routers' balancing biases."""
     for part in model.modules():
-        for key, parameter in list(part._parameters.items()):
-            if parameter is not None and not parameter.requires_grad:
-                del part._parameters[key]
-                part.register_buffer(key, parameter.detach())
+        _to_buffers(part, [key for key, value in part._parameters.items() if value is None or not value.requires_grad])
+
+
+def _to_buffers(module: nn.Module, keys: Iterable[str]) -> None:
+    for key in keys:
+        if (parameter := module._parameters[key]) is not None:
+            del module._parameters[key]
+            module.register_buffer(key, parameter.detach())
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
