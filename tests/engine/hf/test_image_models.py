@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PretrainedConfig
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, FineGrainedFP8Config, PretrainedConfig
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from penstock.engine.hf.config import read_config
 from penstock.engine.hf.quantised import open_checkpoint
@@ -117,6 +120,28 @@ def test_the_text_part_is_trained_and_the_rest_returned(tmp_path, family, origin
         assert (folder / name).read_bytes() == (tmp_path / "export" / name).read_bytes()
     _, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not any(info.values()), info
+
+
+def test_a_quantised_one(tmp_path):
+    folder = saved(tmp_path / "model", "qwen3_vl", True)
+    how = {"quant_method": "fp8", "weight_block_size": [8, 8], "modules_to_not_convert": ["model.visual", "lm_head"]}
+    quantise = Fp8Quantize(AutoHfQuantizer.from_config(dict(how), pre_quantized=False))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "language_model.layers" in name and "_proj" in name]:
+        tensors |= quantise.convert({name: tensors.pop(name)})
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": how}
+    (folder / "config.json").write_text(json.dumps(config))
+    plain = FineGrainedFP8Config(dequantize=True)
+    expected = AutoModelForImageTextToText.from_pretrained(folder, quantization_config=plain).state_dict()
+    spec = take_apart(read_config(folder))
+    buffers = dict(import_blocks(CheckpointLayout(spec, open_checkpoint(folder))))
+    assert all(torch.equal(t, expected[n].float()) for params in buffers.values() for n, t in params.items())
+    options = {"constants": {}, "origin": folder, "tokenizer": {}, "dtype": "bfloat16"}
+    export_folder(tmp_path / "export", spec, buffers.__getitem__, **options)
+    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(info.values()), info
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

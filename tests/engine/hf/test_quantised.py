@@ -212,6 +212,28 @@ def test_schemes_are_told_apart_by_the_patterns_of_their_modules(tmp_path):
         assert torch.equal(reader.read(name), made)
 
 
+def test_what_is_not_trained_is_dequantised_too(tmp_path):
+    """A head that predicts several tokens, of a model whose config no longer says that anything is quantised."""
+    folder = fp8(tmp_path / "model", "deepseek_v3")
+    tensors, extra = load_file(folder / "model.safetensors"), "model.layers.61.eh_proj.weight"
+    pieces = ["weight", "weight_scale_inv"]
+    tensors |= {
+        f"model.layers.61.eh_proj.{piece}": tensors[f"model.layers.1.self_attn.o_proj.{piece}"] for piece in pieces
+    }
+    tensors["model.layers.61.enorm.weight"] = torch.randn(64)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    spec, reader = take_apart(read_config(folder)), open_checkpoint(folder)
+    _, said = remarks_on_tensors(folder, spec.config)
+    assert "2 of its tensors are ones that transformers' deepseek_v3 model leaves out (model.layers.61.*)" in said
+    buffers = dict(import_blocks(CheckpointLayout(spec, reader)))
+    options = {"constants": {}, "origin": folder, "tokenizer": {}, "dtype": "bfloat16"}
+    export_folder(tmp_path / "export", spec, buffers.__getitem__, **options)
+    exported = CheckpointReader(tmp_path / "export")
+    assert exported.tensors.keys() == {name for name in tensors if not name.endswith("_scale_inv")}
+    assert torch.equal(exported.read(extra), exported.read("model.layers.1.self_attn.o_proj.weight"))
+    assert torch.equal(exported.read("model.layers.61.enorm.weight"), tensors["model.layers.61.enorm.weight"])
+
+
 Q = "model.layers.0.self_attn.q_proj.weight"
 EXPERT = "model.layers.0.mlp.experts.gate_up_proj"
 SPOILT: dict[str, tuple[Callable[[Path], Path], str, Callable[[Tensor], Tensor | None], str]] = {

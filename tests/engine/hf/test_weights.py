@@ -22,7 +22,7 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 from penstock.engine.data.text.made_tokenizer import train_tokenizer
 from penstock.engine.data.text.tokenizer import tokenizer_contents
 from penstock.engine.hf.config import read_config
-from penstock.engine.hf.weights import CheckpointLayout, export_folder, import_blocks
+from penstock.engine.hf.weights import CheckpointLayout, export_folder, import_blocks, remarks_on_tensors
 from penstock.engine.model import anatomy
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.errors import UserError
@@ -42,6 +42,11 @@ TYPES = {
 }
 TYPES["deepseek_v3"] = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS}
 TYPES["deepseek_v3"] |= dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
+TYPES["glm4_moe"] = {"n_routed_experts": 4, "first_k_dense_replace": 1, **EXPERTS}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+TYPES["qwen3_5_text"] = LINEAR
+TYPES["qwen3_next"] = {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS, **LINEAR}
 TYPES["deepseek_v3"] |= {"q_lora_rank": 12, "num_key_value_heads": 4}
 SCRATCH = [("llama", torch.bfloat16), ("mixtral", torch.float32), ("deepseek_v3", torch.bfloat16)]
 NATIVE = [(name, True) for name in ("llama", "mixtral", "gpt_oss")]
@@ -386,3 +391,34 @@ def test_files_of_weights_are_at_most_so_large(tmp_path: Path) -> None:
     assert all(sum(t.nbytes for t in load_file(file).values()) <= 20_000 for file in shards)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in values.items())
+
+
+PREDICTORS = {
+    "qwen3_next": (
+        "mtp",
+        ["fc.weight", "norm.weight", "layers.0.mlp.gate.weight", "layers.0.mlp.experts.0.up_proj.weight"],
+    ),
+    "qwen3_5_text": (
+        "mtp",
+        ["fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight"],
+    ),
+    "deepseek_v3": (
+        "model.layers.61",
+        ["eh_proj.weight", "enorm.weight", "mlp.experts.0.up_proj.weight", "mlp.gate.weight"],
+    ),
+    "glm4_moe": ("model.layers.92", ["eh_proj.weight", "shared_head.norm.weight", "mlp.experts.1.down_proj.weight"]),
+}
+"""Heads that predict several tokens: where they are, and some of their tensors."""
+
+
+@pytest.mark.parametrize("model_type", PREDICTORS)
+def test_heads_that_predict_several_tokens_are_told_of_and_returned(tmp_path, model_type):
+    folder = saved(tmp_path / "model", model_type)
+    where, names = PREDICTORS[model_type]
+    with stored(folder) as tensors:
+        tensors |= {f"{where}.{name}": torch.randn(8, 8).to(torch.float8_e4m3fn) for name in names}
+        tensors[f"{where}.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
+    said = remarks_on_tensors(folder, spec_of(folder).config)
+    what = f"{len(names)} of its tensors are ones that transformers' {model_type} model leaves out ({where}.*): "
+    assert said == [f"{folder}: {what}they are not trained, and go to the export as they are"]
+    assert_equal_tensors(folder, round_trip(folder, tmp_path))
