@@ -32,7 +32,7 @@ def of(model_type: str, **fields: Any) -> dict[str, Any]:
 
 
 LLAMA = of("llama", ok=True, max_rel_error=9.1e-7, worst_parameter="loss", cut="chunks")
-MAMBA = of("mamba2", ok=True, max_rel_error=5.6e-7, worst_parameter="loss", cut="documents")
+MAMBA = of("mamba", ok=True, max_rel_error=5.6e-7, worst_parameter="loss", cut="documents")
 WRONG = of("wrong", max_rel_error=0.5, worst_parameter="w", reason="w: differs by 0.5", cut="chunks")
 BART = of("bart", reason="model type 'bart' is an\nencoder-decoder model")
 
@@ -44,11 +44,11 @@ def checkers(pid: int | None = None) -> list[psutil.Process]:
 
 
 def test_types_are_told_apart_each_in_its_process() -> None:
-    found = {result["model_type"]: result for result in check_types(["qwen2", "bart", "mamba2", "gemma4_assistant"])}
+    found = {result["model_type"]: result for result in check_types(["qwen2", "bart", "mamba", "gemma4_assistant"])}
     assert {name: verdict(result) for name, result in found.items()} == {
         "qwen2": IN_CHUNKS,
         "bart": REFUSED,
-        "mamba2": IN_DOCUMENTS,
+        "mamba": IN_DOCUMENTS,
         "gemma4_assistant": REFUSED,  # transformers cannot even make its default config
     }
     assert found["qwen2"].keys() == LLAMA.keys()
