@@ -104,7 +104,7 @@ def test_rows_say_the_verdict_the_error_and_why() -> None:
     print_types([LLAMA, MAMBA, WRONG, BART], Console(file=out, width=80))
     assert [line.split() for line in out.getvalue().splitlines()] == [
         ["✓", "llama", *IN_CHUNKS.split(), "9.1e-07"],
-        ["✓", "mamba2", *IN_DOCUMENTS.split(), "5.6e-07"],
+        ["✓", "mamba", *IN_DOCUMENTS.split(), "5.6e-07"],
         ["✗", "wrong", "refused", "5.0e-01"],
         ["w:", "differs", "by", "0.5"],
         ["✗", "bart", "refused"],
