@@ -42,6 +42,8 @@ class Part:
     """[n] int64: what that is."""
     weights: Tensor | None
     """[n] float32: how much it counts; None: 1 for all."""
+    filled: int
+    """Of the rows' tokens, end to end, those before the padding."""
 
     @staticmethod
     def of(micro_batch: MicroBatch, pick: Callable[[Tensor, float], Tensor], rows: int, device: torch.device) -> Part:
@@ -49,12 +51,14 @@ class Part:
         the CPU, without waiting for the device."""
         labels, weights = pick(micro_batch.labels, IGNORE_LABEL), micro_batch.weights
         targets = torch.nonzero(labels != IGNORE_LABEL).squeeze(1)
+        real = torch.arange(len(micro_batch.ids)) < micro_batch.num_filled
         return Part(
             ids=pick(micro_batch.ids, int(micro_batch.ids[-1])).view(rows, -1).to(device),
             positions=pick(micro_batch.positions, 0).view(rows, -1).to(device),
             targets=targets.to(device),
             labels=labels[targets].to(device),
             weights=None if weights is None else pick(weights, 1)[targets].to(device),
+            filled=int(pick(real, False).sum()),
         )
 
 
@@ -153,7 +157,7 @@ def whole_part(micro_batch: MicroBatch, device: torch.device) -> Part:
     """All of a micro-batch, without the padding at its end. Where no document crosses a row's end, each row is one of
     the model's own batch; else documents are laid end to end in one."""
     # Of padding alone one token is computed with.
-    end = len(micro_batch.ids) if micro_batch.filled is None else max(1, micro_batch.filled)
+    end = max(1, micro_batch.num_filled)
     return Part.of(micro_batch, lambda values, _: values[:end], _rows(micro_batch.documents, end), device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from penstock.engine.cluster.model import Sharded
 from penstock.engine.config import TrainConfig
 from penstock.engine.data.loader import ValidationSet
 from penstock.engine.events import ValidationMetrics
+from penstock.engine.model.router import RouterBalance
 from penstock.engine.model.tokens import MicroBatch, mean_by_weight, total_weight
 from penstock.engine.optim.lr import learning_rate
 
@@ -48,15 +50,21 @@ def train_step(
     All ranks' mean cross entropy of its targets by weight, nats, and their gradient norm before clipping.
     """
     model, total = sharded.model, sum(total_weight(m.labels, m.weights) for m in micro_batches)
-    scale, own = mean_by_weight(1.0, total), share.of(micro_batches)
+    scale, balance = mean_by_weight(1.0, total), sharded.balance
+    own = share.of(micro_batches)
+    if balance is not None:
+        balance.begin()
+        count_routing(sharded, balance, share, own[1:])
     losses = torch.zeros((), dtype=torch.float64, device=sharded.device)
-    for micro_batch in own:
+    for turn, micro_batch in enumerate(own):
         part = share.part(micro_batch, sharded.device)
-        if sharded.balance is not None:
-            sharded.balance.begin()
-            sharded.balance.watch(part.ids.numel(), counting=True)
+        if balance is not None:
+            balance.watch(part.filled, counting=turn == 0)
         logits = target_logits(model, part)
-        settle_balance(sharded, len(own))
+        if balance is not None and turn == 0:
+            dist.all_reduce(balance.counts)
+            balance.settle(sum(m.num_filled for m in micro_batches))
+            balance.watch(part.filled, counting=False)
         loss, objective = loss_sums(logits, part, train.z_loss)
         losses += loss
         (objective * scale).backward()
@@ -105,17 +113,14 @@ def loss_sums(logits: Tensor, part: Part, z_loss: float) -> tuple[Tensor, Tensor
     return each.detach().double().sum(), objective.sum()
 
 
-def settle_balance(sharded: Sharded, turns: int) -> None:
-    """All ranks' routers have seen their tokens of one of a step's `turns`, whose losses' mean is trained."""
-    balance = sharded.balance
-    if balance is not None:
-        tokens = torch.tensor(float(balance.num_rows), dtype=balance.counts.dtype, device=balance.counts.device)
-        seen = torch.cat([balance.counts, tokens[None]])
-        dist.all_reduce(seen)
-        balance.counts.copy_(seen[:-1])
-        balance.settle(int(seen[-1]))
-        balance.slope.div_(turns)
-        balance.watch(balance.num_rows, counting=False)
+@torch.no_grad()
+def count_routing(sharded: Sharded, balance: RouterBalance, share: Share, micro_batches: Sequence[MicroBatch]) -> None:
+    """Where the routers send micro-batches, by a forward of its own: what a token's router is told in backward depends
+    on the whole step's tokens, whose activations do not fit the GPU together."""
+    for micro_batch in micro_batches:
+        part = share.part(micro_batch, sharded.device)
+        balance.watch(part.filled, counting=True)
+        target_logits(sharded.model, replace(part, targets=part.targets[:0]))
 
 
 @torch.no_grad()

@@ -80,7 +80,8 @@ class TrainConfig:
     """Weight of the z-loss, the squared log-partition of the logits (PaLM uses 1e-4). 0 turns it off."""
     router_aux_loss: float | None = None
     """Weight of the load-balancing loss of a mixture of experts, if the model defines one. none uses the model's
-    config, if that turns the loss on (output_router_logits)."""
+    config, if that turns the loss on (output_router_logits). It is over all tokens of a step, so that the activations
+    of all of them are saved at once."""
     split_layers: str | None = None
     """A part of every layer that is streamed as a block of its own, after the rest of the layer, so that no slot on the
     GPU has to hold a whole layer: experts, those of a mixture. For models whose layers do not fit the GPU."""

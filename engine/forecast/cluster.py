@@ -12,7 +12,8 @@ whole, or the graph of one layer, whichever is more. `LOGIT_BYTES` and `RESERVE_
 **Time**: FLOPs by engine/forecast/flops.py over the GPU's rates, and elementwise work over its memory's, times what a
 whole step of PyTorch reaches of these rates (`ACHIEVED`). Meanwhile a layer's weights cross the links in bfloat16, once
 forward and once backward, and its gradient in float32 for every micro-batch: of each (N - 1) / N to every GPU, in a
-ring. The slower of the two counts, layer by layer; embedding and head have nothing to hide behind.
+ring. With a mixture's load-balancing loss all but one of a GPU's micro-batches go forward once more, to count where the
+step's tokens go. The slower of the two counts, layer by layer; embedding and head have nothing to hide behind.
 """
 
 from __future__ import annotations
@@ -84,6 +85,9 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.nvlink_s + other.nvlink_s, self.network_s + other.network_s)
 
+    def __mul__(self, times: float) -> Traffic:
+        return Traffic(times * self.nvlink_s, times * self.network_s)
+
 
 def collective(cluster: Cluster, nbytes: float) -> Traffic:
     """An all-gather or a reduce-scatter of so many bytes, in rings through all GPUs. A GPU sends (N - 1) / N of the
@@ -136,7 +140,9 @@ def cluster_forecast(
     tokens = train.micro_batch_size * recipe.data.sequence_length
     parts = model.memory(tokens)
     peak_bytes, budget = sum(parts.values()), cluster.gpu.gpu_bytes
-    compute_s, traffic, step_s = model.step(tokens, lengths, each)
+    compute_s, traffic, step_s = model.step(
+        tokens, lengths, each, counted=(each - 1) * spec.balances_routers(train.router_aux_loss)
+    )
     step_s = promised_s(step_s)
     total, peak = sum(lengths), peak_flops(cluster.gpu.gpu)
     links = {"NVLink": traffic.nvlink_s, "the network": traffic.network_s}
@@ -210,17 +216,18 @@ class _OnCluster:
 
     # ------------------------------------------------------------------ time
 
-    def step(self, tokens: int, lengths: Sequence[int], each: int) -> tuple[float, Traffic, float]:
-        """(seconds that a GPU computes, what crosses the links, seconds) of a step; `lengths`: of all GPUs'
-        documents."""
+    def step(self, tokens: int, lengths: Sequence[int], each: int, *, counted: int = 0) -> tuple[float, Traffic, float]:
+        """(seconds that a GPU computes, what crosses the links, seconds) of a step; `lengths`: of all GPUs' documents;
+        `counted`: of a GPU's `each` micro-batches those that go forward twice."""
         spec, trained = self.spec, self.spec.num_trained
         all_micro_batches = each * self.cluster.gpus
         update = UPDATE_BYTES * trained / self.cluster.gpus / self.cluster.gpu.copy_bytes_per_s
-        compute, traffic, step = 0.0, Traffic(0.0, 0.0), 0.0
+        compute, traffic, step, forwards = 0.0, Traffic(0.0, 0.0), 0.0, 1 + counted / each
         for index, (params, own) in enumerate(self.groups[:-1], start=1):
             gathered, reduced = collective(self.cluster, BF16 * params), collective(self.cluster, FP32 * own)
             forward = self._forward(index, tokens, lengths, all_micro_batches)
-            compute, traffic, step = compute + forward, traffic + gathered, step + max(forward, gathered.seconds)
+            compute, traffic = compute + forwards * forward, traffic + gathered * forwards
+            step += forwards * max(forward, gathered.seconds)
             if index >= spec.lowest_trained:
                 backward = self._backward(index, tokens, lengths, all_micro_batches, forward)
                 moved = gathered + reduced
@@ -229,8 +236,7 @@ class _OnCluster:
         ends = collective(self.cluster, BF16 * params) + collective(self.cluster, FP32 * own)
         head = self._head(tokens)
         compute, traffic, step = compute + head, traffic + ends, step + head + ends.seconds
-        total = Traffic(each * traffic.nvlink_s, each * traffic.network_s)
-        return each * compute + update, total, each * step + update
+        return each * compute + update, traffic * each, each * step + update
 
     def _forward(self, index: int, tokens: int, lengths: Sequence[int], micro_batches: int) -> float:
         """Seconds of a layer's forward; `lengths` are of so many micro-batches."""

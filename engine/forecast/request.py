@@ -118,9 +118,9 @@ class PlanRequest:
             retained_generations=retained_generations(recipe),
             samples=self.samples,
             last_good=storage.keep_good is not None,
-            # The loss of the routers' balance is over all of a step's tokens.
             scores=find_objective(train).whole_sequences,
-            one_group=bool(spec.router_aux_loss if train.router_aux_loss is None else train.router_aux_loss),
+            # The loss of the routers' balance is over all of a step's tokens.
+            one_group=spec.balances_routers(train.router_aux_loss),
         )
 
     @property

@@ -141,7 +141,7 @@ def forward_backward(
         begun.append([])
         for x, chunk, state in zip(hidden, chunks, attended[layer], strict=True):
             if layers.balance is not None:
-                layers.balance.watch(len(x), counting=True)
+                layers.balance.watch(chunk.filled, counting=True)
             begun[layer].append(remembered)
             if recurrent:
                 handlers = layers.segment_handlers(layer, state)
@@ -152,7 +152,7 @@ def forward_backward(
             outputs.append(runner.branches.forward(layer, here, y, layers.sent) if layers.sent else y)
         hidden = outputs
     if layers.balance is not None:
-        layers.balance.settle(sum(len(stream.ids) for stream in streams))
+        layers.balance.settle(sum(stream.num_filled for stream in streams))
 
     # Loss, and the gradient of the last layer's output in its place. From here on the last chunk comes first: later
     # queries add to the gradients of earlier keys.
@@ -179,7 +179,7 @@ def forward_backward(
         for i in backwards:
             x, state, chunk = inputs[layer][i], attended[layer][i], chunks[i]
             if layers.balance is not None:
-                layers.balance.watch(len(x), counting=False)
+                layers.balance.watch(chunk.filled, counting=False)
             given, dy = sent[layer][i], hidden[i]
             dsent = runner.branches.backward(layer, here, given, dy, sums) if given else ()
             if recurrent:
@@ -231,6 +231,8 @@ class _Chunk(NamedTuple):
     segments: list[Segment]
     """Its documents, of a model whose layers remember."""
     keys: Sequence[tuple[int, int]] | None
+    filled: int
+    """Its tokens before the padding."""
 
 
 def _cut(runner: ModelRunner, stream: MicroBatch, ranges: Sequence[tuple[int, int]], in_pieces: bool) -> list[_Chunk]:
@@ -242,5 +244,6 @@ def _cut(runner: ModelRunner, stream: MicroBatch, ranges: Sequence[tuple[int, in
         tokens = ChunkTokens.of(stream.ids[start:end], stream.labels[start:end], positions, weights).to(runner.device)
         last, of = longest[start:end], stream.documents
         segments = runner.segments(tokens.positions, last, start, of) if any(runner.spec.states) else []
-        chunks.append(_Chunk(tokens, runner.inputs(positions, last), segments, keys))
+        filled = max(0, min(stream.num_filled, end) - start)
+        chunks.append(_Chunk(tokens, runner.inputs(positions, last), segments, keys, filled))
     return chunks

@@ -183,6 +183,10 @@ class ModelSpec:
         buffers = [self.buffers[name] for name in block.buffers]
         return [param for buffer in buffers if not (trained and buffer.frozen) for param in buffer.params]
 
+    def balances_routers(self, wanted: float | None) -> bool:
+        """Whether a load-balancing loss is trained, with this train.router_aux_loss."""
+        return bool(self.router_aux_loss if wanted is None else wanted)
+
     def all_frozen(self) -> ModelSpec:
         """The model with nothing to train."""
         return replace(self, buffers={name: replace(each, frozen=True) for name, each in self.buffers.items()})

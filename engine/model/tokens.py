@@ -109,6 +109,11 @@ class MicroBatch:
     sources: list[int] = field(default_factory=list)
     """Where in the corpus each document's first token is, as many as `lengths`; none where they are of no corpus."""
 
+    @property
+    def num_filled(self) -> int:
+        """Tokens of the stream before its padding."""
+        return len(self.ids) if self.filled is None else self.filled
+
     @staticmethod
     def of(documents: Sequence[Tokens], labels: Sequence[Tokens] | None = None) -> MicroBatch:
         """Token ids of `documents` laid end to end. `labels`: of each of them, as many; None: its next tokens."""

@@ -253,6 +253,7 @@ class Plan:
             "chunk_tokens": self.max_chunk_tokens,
             "groups": self.num_groups,
             "group_tokens": self.group * self.window_tokens,
+            "one_group": self.problem.one_group and self.problem.micro_batches > 1,
             "group_chunks": self.num_group_chunks,
             "layer_chunks": self.num_group_chunks * sum(bool(b.saved_inputs) and b.backward for b in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},

@@ -356,6 +356,8 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
                 refusals.append(error)
         raise min((e for e in refusals if e.tier == refusals[-1].tier), key=lambda error: error.need_bytes)
     assert not choice.streamed or problem.may_stream, "a layer with a recurrent state is never cut at its attention"
+    if problem.one_group:
+        choice = replace(choice, group=0)  # whatever a run had chosen before it balanced its routers
     plan = _Planner(problem, choice).plan()
     if choice.offloaded_graphs != "none" and not plan.offloaded_graphs:
         without = make_plan(problem, replace(choice, offloaded_graphs="none"))  # which needs no slots for any

@@ -114,7 +114,7 @@ class LayerOps:
         if balance is None:
             return
         batch, chunk = self._views.batch(op), self._views.chunk(op)
-        filled = [len(m.ids) if m.filled is None else m.filled for m in batch.micro_batches]
+        filled = [m.num_filled for m in batch.micro_batches]
         if op.action.phase == "forward" and op.step != self._counted_step:
             balance.begin()
             self._counted_step = op.step

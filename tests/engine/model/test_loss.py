@@ -3,6 +3,7 @@ loss of mixtures of experts: transformers' own total gradient, streamed on any p
 
 import functools
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,31 @@ def test_it_is_the_total_gradient_of_one_forward_in_transformers(kind: str) -> N
         assert loss == pytest.approx(alone, rel=1e-5), "the cross entropy alone"
     assert max(found[WEIGHT].values()) < 1e-5
     assert max(found[0.0].values()) > 1e-2
+
+
+@pytest.mark.parametrize("kind", cases(FAMILIES, "mixtral", "qwen2_moe"))
+def test_padding_is_left_out_as_by_an_attention_mask(kind: str) -> None:
+    """Of two rows as one batch of transformers, padded to 40 tokens; here they are two micro-batches."""
+    config = config_of(kind, router_aux_loss_coef=WEIGHT)
+    spec, source = tiny.spec_of(config), random_model(config, 1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.load_state_dict(source.state_dict())
+    ids, lengths = torch.randint(300, (2, 40), generator=torch.Generator().manual_seed(0)), (40, 17)
+    mask = torch.arange(40) < torch.tensor(lengths)[:, None]
+    labels = ids.masked_fill(~mask, -100)
+    model(input_ids=ids, attention_mask=mask.long(), labels=labels, output_router_logits=True).loss.backward()
+    streams = [
+        replace(MicroBatch.of([row[:length], row[length:]] if length < 40 else [row]), filled=length)
+        for row, length in zip(ids, lengths, strict=True)
+    ]
+    for stream in streams:
+        stream.labels[stream.num_filled :] = -100
+    runner = ModelRunner(spec, device="cpu", dtype=torch.float32, router_aux_loss=WEIGHT)
+    weights = in_buffers(spec, {name: parameter.detach() for name, parameter in source.named_parameters()})
+    grads = in_buffers(spec, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    forward_backward(runner, weights, grads, streams, 7, 1 << 14)
+    found = relative_errors(grads, {name: parameter.grad for name, parameter in model.named_parameters()})
+    assert max(found.values()) < 1e-5
 
 
 @pytest.mark.parametrize("pieces", [False, True])

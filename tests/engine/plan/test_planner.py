@@ -55,6 +55,15 @@ def test_every_tier_is_within_its_budget_and_what_is_saved_of_a_chunk_in_one_pla
         assert min(in_ram) >= (max(i for i, _ in plan.spilled), 0), "backward's last ones are spilled first"
 
 
+def test_what_needs_all_of_a_step_s_forward_is_one_group_whatever_was_chosen_before() -> None:
+    choice = PlanOptions(group=1)
+    assert made(choice).num_groups == problem().micro_batches > 1
+    plan = made(choice, one_group=True)
+    assert plan.num_groups == 1
+    assert plan.to_json()["one_group"]
+    assert not made(choice, one_group=True, micro_batches=1).to_json()["one_group"]
+
+
 def test_placement_fills_the_gpu_then_ram_then_nvme() -> None:
     blocks = PlanOptions(gpu_first="blocks")
     roomy = made(blocks)
