@@ -103,7 +103,7 @@ def export(
                 if dtype == "auto" and like is not None:
                     dtypes = weights.CheckpointLayout(whole, open_checkpoint(like), rows).dtypes()
                 other = weights.FLOAT_DTYPES[usual if dtype == "auto" else dtype]
-                read = _merging(spec, read, lambda name: dtypes.get(name, other))
+                read = _merging(spec, whole, read, lambda name: dtypes.get(name, other))
                 constants = {plain_name(name): tensor for name, tensor in constants.items()}
             remarks = weights.export_folder(
                 out_dir,
@@ -213,13 +213,19 @@ def _unrounded(
     return read_buffer
 
 
-def _merging(spec: ModelSpec, read: weights.ReadBuffer, dtypes: Callable[[str], torch.dtype]) -> weights.ReadBuffer:
-    """Reads blocks of the model without an adapter, from the buffers of the one that has it."""
+def _merging(
+    spec: ModelSpec, whole: ModelSpec, read: weights.ReadBuffer, dtypes: Callable[[str], torch.dtype]
+) -> weights.ReadBuffer:
+    """Reads `whole`, the model without an adapter, from the buffers of `spec`, the one that has it: a block with the
+    first of its buffers, of the others nothing."""
     layers, owned = AdapterLayers(spec), buffers_of_blocks(spec)
+    first = {buffers[0] for buffers in buffers_of_blocks(whole).values()}
     layers.require_mergeable()
 
-    def read_block(block: str) -> Mapping[str, Tensor]:
-        values = {name: tensor for buffer in owned[block] for name, tensor in read(buffer).items()}
+    def read_buffer(name: str) -> Mapping[str, Tensor]:
+        if name not in first:
+            return {}
+        values = {param: tensor for buffer in owned[block_of(name)] for param, tensor in read(buffer).items()}
         return layers.merged(values, dtypes)
 
-    return read_block
+    return read_buffer

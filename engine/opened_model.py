@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.computing import Computing
 from penstock.engine.config import DataConfig, Recipe, TrainConfig
+from penstock.engine.forecast.problem import whole_buffers
 from penstock.engine.forecast.query import Estimate, Query, sample_tier
 from penstock.engine.generate.decode import Continuation, Decoding, OnToken, Row, decode
 from penstock.engine.hf.weights import FLOAT_DTYPES
@@ -27,7 +28,6 @@ from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.machine.presets import machine_here
 from penstock.engine.model.anatomy import context_of
 from penstock.engine.model.runner import ModelRunner
-from penstock.engine.model.spec import layouts
 from penstock.engine.opened_texts import Texts
 from penstock.engine.passes import Forward, evaluations, scored_stream
 from penstock.engine.plan.plan import Plan
@@ -243,7 +243,7 @@ class OpenedModel(Texts):
 
     def describe(self) -> str:
         """The model and what it is computed in, in words."""
-        total = sum(layout.numel for layout in layouts(self.spec).values()) * self.dtype.itemsize
+        total = sum(buffer.numel * buffer.weight_bytes for buffer in whole_buffers(self.spec, self._query.dtype))
         return f"{params_text(self.spec.num_params)} parameters in {self._query.dtype}, {bytes_text(total)}"
 
     def estimate(self, prompt_tokens: int, sequences: int, new_tokens: int) -> Estimate:

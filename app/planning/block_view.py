@@ -42,7 +42,7 @@ def block_map(page: Page, forecast: dict[str, Any]) -> None:
 
 
 def by_block(blocks: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Block -> its buffers: of what is trained, and of what is frozen."""
+    """Block -> its buffers: of what is trained, of what is frozen, of what is kept in float32."""
     result: dict[str, list[dict[str, Any]]] = {}
     for buffer in blocks:
         result.setdefault(buffer.get("block") or buffer["name"], []).append(buffer)
@@ -78,10 +78,11 @@ def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[
     """Runs of blocks that are treated alike; where these are more than `most`, blocks of like placement wherever they
     lie (True), then of all layers."""
 
-    blocks = sorted(blocks, key=lambda block: bool(block.get("frozen")))  # what is frozen comes last
+    # Of each sort all blocks' buffers follow one another: what is kept in float32 comes last, before it what is frozen.
+    blocks = sorted(blocks, key=lambda block: (bool(block.get("float32")), bool(block.get("frozen"))))
 
     def stem(block: dict[str, Any]) -> tuple[Any, ...]:
-        return (_block_name(block).rsplit(".", 1)[0], block.get("frozen"))
+        return (_block_name(block).rsplit(".", 1)[0], block.get("frozen"), block.get("float32"))
 
     def place(block: dict[str, Any]) -> tuple[Any, ...]:
         return (*stem(block), *(block[target] for target in TARGETS))
@@ -106,7 +107,7 @@ def _block_row(members: list[dict[str, Any]], chunks: int, apart: bool) -> tuple
     if len(members) > 1:
         end = last.rsplit(".", 1)[-1]
         name = f"{len(members)} of {first}-{end}" if apart else f"{first} - {end}"
-    name += ", frozen" if members[0].get("frozen") else ""
+    name += "".join(f", {sort}" for sort in ("frozen", "float32") if members[0].get(sort))
     tiers = [_joined(block[target] or "-" for block in members) for target in TARGETS]
     return [name, *tiers, bytes_text(sum(block["bytes"] for block in members))], _saved(members, chunks)
 

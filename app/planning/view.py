@@ -31,6 +31,7 @@ _POOLS = {
     "layer": "layers",
     "frozen layer": "frozen layers",
     "frozen embedding and head": "frozen tables",
+    "float32": "parameters kept in float32",
     "edge": "embedding and head",
 }
 """Pools of slots whose names in plan.json are not what people read; an older run's has `edge`."""

@@ -95,11 +95,12 @@ def make_sharded(spec: ModelSpec, train: TrainConfig, mesh: DeviceMesh, attentio
         _checkpoint_activations(layer, train)
         if train.compile == "on":
             layer.compile()
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    for part in (*layers, model):  # one after the other: no more than one of them is whole at a time
+    rounded = None if dtype == torch.float32 else dtype
+    parts: list[tuple[nn.Module, torch.dtype | None]] = [(part, None) for part in _kept_apart(model, spec, train)]
+    for part, param_dtype in (*parts, *((part, rounded) for part in (*layers, model))):
+        # One after the other: no more than one of them is whole at a time.
         _materialise(part, device)
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(part, mesh=mesh, mp_policy=policy)
     for part in model.modules():
         if isinstance(part, FSDPModule):
@@ -113,9 +114,32 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     _replace(module, lambda _, p: nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) if p.is_meta else p)
 
 
+def _kept_apart(model: PreTrainedModel, spec: ModelSpec, train: TrainConfig) -> list[nn.Module]:
+    """Modules, none of them part of another, all of whose parameters are computed with in float32 whatever the rest
+    is: FSDP2 rounds all that it gathers at once alike."""
+    result: dict[str, nn.Module] = {}
+    if train.activation_checkpointing == "selective":
+        return []  # torch's takes the same ops in both forwards, and gathering a part of a layer is not the same twice
+    for path, part in model.named_modules():
+        names = {f"{path}.{name}" for name, _ in part.named_parameters()}
+        if names and names <= spec.float32_params and not any(path.startswith(f"{other}.") for other in result):
+            result[path] = part
+    return list(result.values())
+
+
+def rounded_alike(spec: ModelSpec, train: TrainConfig) -> list[str]:
+    """Parameters that are to be computed with in float32, but are gathered with others, and so rounded like these."""
+    model = skeleton.build(spec.config, adapter=spec.adapter)
+    apart = {id(parameter) for part in _kept_apart(model, spec, train) for parameter in part.parameters()}
+    return [n for n, p in model.named_parameters() if n in spec.float32_params and id(p) not in apart]
+
+
 def _freeze(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype) -> None:
-    frozen = spec.frozen_params
-    _replace(model, lambda name, p: nn.Parameter(p.detach().to(dtype), requires_grad=False) if name in frozen else p)
+    def frozen(name: str, p: nn.Parameter) -> nn.Parameter:
+        own = skeleton.weight_dtype(dtype, float32=name in spec.float32_params)
+        return nn.Parameter(p.detach().to(own), requires_grad=False) if name in spec.frozen_params else p
+
+    _replace(model, frozen)
 
 
 def _replace(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:

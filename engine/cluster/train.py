@@ -17,7 +17,7 @@ from penstock.engine.cluster.check import choose_attention
 from penstock.engine.cluster.context import NAME as GATHERED
 from penstock.engine.cluster.context import Context
 from penstock.engine.cluster.convert import write_dcp
-from penstock.engine.cluster.model import Sharded, make_sharded
+from penstock.engine.cluster.model import Sharded, make_sharded, rounded_alike
 from penstock.engine.cluster.ranks import Ranks
 from penstock.engine.cluster.step import Share, train_step, validate
 from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, state_folder, whole_document_notes
@@ -103,6 +103,11 @@ def train_cluster(
     count = f"{ranks.count} rank{'s' * (ranks.count != 1)}"
     count += f", {context_parallel} for each context" if context_parallel > 1 else ""
     observer.on_message(f"FSDP2: {count}, {spec.num_params:,} parameters, attention {attention}")
+    if dtype != torch.float32 and (rounded := rounded_alike(spec, recipe.train)):
+        observer.on_message(
+            f"{rounded[0]} ({len(rounded)} such parameters) would be computed with in float32 on one machine; on "
+            f"several, in {recipe.train.compute_dtype}"
+        )
     with checklist.step("sharding the model"):
         sharded = make_sharded(spec, recipe.train, mesh, attention if context is None else GATHERED)
     with checklist.step("reading its state"):

@@ -121,7 +121,14 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
 def whole_buffers(spec: ModelSpec, dtype: str) -> tuple[BufferShape, ...]:
     """The flat buffers, of one part each, with weights of that dtype."""
     return tuple(
-        BufferShape(name=name, numel=(numel := b.layout.numel), part_numel=numel, dtype=dtype, frozen=b.frozen)
+        BufferShape(
+            name=name,
+            numel=(numel := b.layout.numel),
+            part_numel=numel,
+            dtype="float32" if b.float32 else dtype,
+            frozen=b.frozen,
+            float32=b.float32,
+        )
         for name, b in spec.buffers.items()
     )
 

@@ -44,8 +44,9 @@ def buffer_shapes(spec: ModelSpec, recipe: Recipe) -> tuple[BufferShape, ...]:
             name=name,
             numel=buffer.layout.numel,
             part_numel=buffer.layout.numel if whole else part_numel_even(buffer.layout.numel, part_bytes // FP32),
-            dtype=recipe.train.compute_dtype,
+            dtype="float32" if buffer.float32 else recipe.train.compute_dtype,
             frozen=buffer.frozen,
+            float32=buffer.float32,
         )
         for name, buffer in spec.buffers.items()
     )

@@ -306,6 +306,7 @@ def export_folder(
     of `spec` says otherwise than the origin's, these fields are changed).
     Without, tensors are in `dtype` (a torch dtype's name) and laid out as transformers saves them, persistent buffers
     with their values in `constants`, else their initial ones; the config's end of text is `eos_id`.
+    What is trained and computed with in float32 (model/float32.py) is float32 either way, as transformers saves it.
     `tokenizer`: its files, by path. `stops`: tokens that end a text, which the generation config is to name.
     `stored`: the origin's config where its tables have fewer rows. `convert`: trained tensors are in `dtype` with an
     origin too, and its config says so. A file of weights has at most `max_shard_bytes`.
@@ -343,6 +344,10 @@ class _Export:
     _flushed = _values = 0
     """Values that float16 made zero, and all that were rounded to it."""
 
+    def __post_init__(self) -> None:
+        self._kept = self.spec.float32_params - self.spec.frozen_params
+        """What is trained and computed with in float32."""
+
     def like(self, origin: Path, stored: PretrainedConfig | None, dtype: str | None) -> list[str]:
         """With the origin's names, layout and, unless there is a `dtype`, dtypes. What is to be said of it."""
         reader = open_checkpoint(origin)
@@ -354,7 +359,9 @@ class _Export:
         tensors = [(name, *reader.tensors[name]) for name in layout.kept]
         for conversions in layout.of_block.values():
             for conversion in conversions:
-                tensors += [(n, dtype or own, shape) for n, own, shape in layout.exported(conversion)]
+                kept = any(layout.canonical[target] in self._kept for target in conversion.targets)
+                of_all = "float32" if kept else dtype
+                tensors += [(n, of_all or own, shape) for n, own, shape in layout.exported(conversion)]
         dtypes = {name: FLOAT_DTYPES.get(dtype) for name, dtype, _ in tensors}
 
         def made(block: str, params: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -381,12 +388,13 @@ class _Export:
         """As transformers saves a model that was made from its config. What is to be said of it."""
         model = skeleton.build(self.spec.config)
         empty = {name: tensor.to("meta") for name, tensor in constants.items()}
-        empty |= {p.name: torch.empty(p.shape, dtype=dtype, device="meta") for p in self.spec.params}
+        dtypes = {p.name: skeleton.weight_dtype(dtype, float32=p.name in self._kept) for p in self.spec.params}
+        empty |= {p.name: torch.empty(p.shape, dtype=dtypes[p.name], device="meta") for p in self.spec.params}
         saved = revert_weight_conversion(model, empty).items()
         tensors = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in saved]
 
         def made(block: str, params: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-            rounded = {name: self._rounded(name, tensor, dtype) for name, tensor in params.items()}
+            rounded = {name: self._rounded(name, tensor, dtypes[name]) for name, tensor in params.items()}
             laid_out: dict[str, Tensor] = revert_weight_conversion(model, rounded)
             return laid_out.items()
 

@@ -18,6 +18,7 @@ from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
+from penstock.engine.model.float32 import float32_names
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.router import own_coefficient
 from penstock.engine.model.shrink import shrink
@@ -28,8 +29,8 @@ from penstock.engine.model.spec import (
     BufferSpec,
     ModelSpec,
     block_of,
+    buffer_name,
     buffers_of_blocks,
-    frozen,
     rotary_tables,
 )
 from penstock.engine.model.trace import Trial, layer_shapes, run_trial
@@ -81,8 +82,10 @@ def take_apart(
         whole = _split_off(whole, prefix, branches, split_layers)
     names = [param.name for params in whole.values() for param in params]
     stays = _frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
-    structures = _structures(prefix, layers, stays)
-    buffers = _split(whole, stays)
+    with refused(f"{kind}: transformers cannot build the model in bfloat16", with_type=False):
+        float32 = float32_names(model, prefix, names, small, stand_ins)
+    structures = _structures(prefix, layers, stays, float32)
+    buffers = _split(whole, stays, float32)
     blocks = [BlockSpec(EMBED, "embed", _own(EMBED, buffers))]
     for i in range(len(layers)):
         name = f"layers.{i}"
@@ -127,7 +130,7 @@ def take_apart(
                 [_outside(group, branches[index]) for group in trial.sharing[i]],
                 trial.unread[i],
                 whole[f"layers.{index}"],
-                stays,
+                stays | float32,
             )
             for index, i in enumerate(stand_ins)
         ),
@@ -328,13 +331,14 @@ def _frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[st
     return frozenset(result)
 
 
-def _structures(prefix: str, layers: nn.ModuleList, stays: frozenset[str]) -> list[int]:
-    """Per layer the first one that computes the same; layers that train different parameters do not."""
+def _structures(prefix: str, layers: nn.ModuleList, *sorts: frozenset[str]) -> list[int]:
+    """Per layer the first one that computes the same; layers of which other parameters are of one of the `sorts`, such
+    as what is frozen, do not."""
     first: dict[Hashable, int] = {}
     keys = (
         (
             skeleton.structure_key(layer),
-            frozenset(n for n, _ in layer.named_parameters() if f"{prefix}.{i}.{n}" in stays),
+            tuple(frozenset(n for n, _ in layer.named_parameters() if f"{prefix}.{i}.{n}" in sort) for sort in sorts),
         )
         for i, layer in enumerate(layers)
     )
@@ -349,7 +353,8 @@ def _joined(
     stays: frozenset[str],
 ) -> tuple[tuple[str, ...], ...]:
     """Of linear modules that read one tensor those that are trained, whose weights lie one behind the other, and of
-    which all or none have a bias. `prefix` begins the names of the layer's `params`."""
+    which all or none have a bias. `prefix` begins the names of the layer's `params`; `stays`: of those in other buffers
+    than the layer's first."""
     names, trained = {param.name for param in params}, [param for param in params if param.name not in stays]
     offsets = FlatLayout.build(trained).offsets if trained else {}
     ends = {param.name: offsets[param.name] + param.numel for param in trained}
@@ -370,12 +375,19 @@ def _joined(
     return tuple(tuple(group) for group in result if len(group) > 1)
 
 
-def _split(whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str]) -> dict[str, BufferSpec]:
-    """Block -> its parameters as the flat buffers of those that are trained and of those in `stays`."""
+_SORTS = tuple({"float32": float32, "frozen": frozen} for float32 in (False, True) for frozen in (False, True))
+"""Of a block's buffers, in their order."""
+
+
+def _split(
+    whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str], float32: frozenset[str]
+) -> dict[str, BufferSpec]:
+    """Flat buffers of the blocks' parameters, of which those in `stays` are frozen and those in `float32` kept so."""
     result: dict[str, BufferSpec] = {}
     for block, params in whole.items():
-        result[block] = BufferSpec(tuple(param for param in params if param.name not in stays))
-        result[frozen(block)] = BufferSpec(tuple(param for param in params if param.name in stays), frozen=True)
+        for sort in _SORTS:
+            own = (p for p in params if {"float32": p.name in float32, "frozen": p.name in stays} == sort)
+            result[buffer_name(block, **sort)] = BufferSpec(tuple(own), **sort)
     return {name: buffer for name, buffer in result.items() if buffer.params}
 
 
@@ -401,7 +413,7 @@ def _split_off(
 
 
 def _own(block: str, buffers: dict[str, BufferSpec]) -> tuple[str, ...]:
-    return tuple(name for name in (block, frozen(block)) if name in buffers)
+    return tuple(name for sort in _SORTS if (name := buffer_name(block, **sort)) in buffers)
 
 
 def _build(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> PreTrainedModel:

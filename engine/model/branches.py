@@ -53,7 +53,7 @@ class BranchRunner:
         self._templates: dict[int, nn.Module] = {}
         for index in sorted({spec.structures[i] for i, name in enumerate(spec.branches) if name is not None}):
             module = copy.deepcopy(layers[index].get_submodule(str(spec.branches[index])))
-            skeleton.empty(module, self._prefixes[index], spec.frozen_params, device, dtype)
+            skeleton.empty(module, self._prefixes[index], spec, device, dtype)
             self._templates[index] = module
 
     def forward(self, index: int, weights: Tensors, x: Tensor, sent: Sequence[Tensor]) -> Tensor:

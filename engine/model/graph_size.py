@@ -68,10 +68,12 @@ def _measure(spec: ModelSpec, dtype: torch.dtype, compiled: bool) -> tuple[int |
     for index in sorted(set(spec.structures)):
         weights: dict[str, Tensor] = {}
         for name in spec.layers[index].buffers:
-            flat = spec.buffers[name].layout
-            weights |= flat.views(torch.empty(flat.numel, dtype=dtype, device=META))
+            buffer = spec.buffers[name]
+            own = skeleton.weight_dtype(dtype, float32=buffer.float32)
+            weights |= buffer.layout.views(torch.empty(buffer.layout.numel, dtype=own, device=META))
         try:
-            sizes = [_graph_bytes(spec, runner, index, weights, *of) for of in zip(_TOKENS, inputs, strict=True)]
+            xs = [torch.empty(tokens, spec.hidden_size, dtype=dtype, device=META) for tokens in _TOKENS]
+            sizes = [_graph_bytes(spec, runner, index, weights, *of) for of in zip(xs, inputs, strict=True)]
         except (RuntimeError, TypeError) as error:  # torch's for what needs data; a TypeError from Tensor.numpy()
             if not _NEEDS_DATA.search(str(error)) and not isinstance(error, TorchDynamoException):
                 error.add_note(f"in layer {index}, which was run without data to find what its graph takes")
@@ -101,16 +103,15 @@ def _backend() -> Callable[..., Any]:
 
 
 def _graph_bytes(
-    spec: ModelSpec, runner: LayerRunner, index: int, weights: dict[str, Tensor], tokens: int, inputs: LayerInputs
+    spec: ModelSpec, runner: LayerRunner, index: int, weights: dict[str, Tensor], x: Tensor, inputs: LayerInputs
 ) -> int:
     shape = spec.attention[index]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         assert shape is not None
-        out: Tensor = _Attention.apply(q, k, v, (tokens, shape.heads, shape.v_dim))  # type: ignore[no-untyped-call]
+        out: Tensor = _Attention.apply(q, k, v, (len(x), shape.heads, shape.v_dim))  # type: ignore[no-untyped-call]
         return out
 
-    x = torch.empty(tokens, spec.hidden_size, dtype=next(iter(weights.values())).dtype, device=META)
     return runner.save_graph(index, weights, x, inputs, None if shape is None else attend)[0].nbytes
 
 

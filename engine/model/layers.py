@@ -89,7 +89,7 @@ class _Template:
     ) -> None:
         """`prefix` begins the names of the layer's parameters."""
         joined, unread, frozen = spec.joined[index], spec.unread[index], spec.frozen_params
-        skeleton.empty(layer, prefix, frozen, device, dtype)
+        skeleton.empty(layer, prefix, spec, device, dtype)
         self.parameters = dict(layer.named_parameters())
         self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self._placeholders = {name: parameter.data for name, parameter in self.parameters.items()}

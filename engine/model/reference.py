@@ -21,6 +21,7 @@ from penstock.engine.config import TrainConfig
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment, States
 from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.skeleton import weight_dtype
 from penstock.engine.model.spec import EMBED, HEAD, ModelSpec, depths, layouts
 from penstock.engine.model.tokens import (
     ChunkTokens,
@@ -51,7 +52,8 @@ class Training:
         self.forward_backward = partial(forward_backward, runner, z_loss=train.z_loss, objective=objective)
         self.optimizer, self.layouts = optimizer.make("fused"), layouts(spec)
         self.optimizer = with_factors(self.optimizer, lr_factors(train, depths(spec)))
-        self.weights = {b: torch.zeros(layout.numel, dtype=runner.dtype) for b, layout in self.layouts.items()}
+        dtypes = {name: weight_dtype(runner.dtype, float32=buffer.float32) for name, buffer in spec.buffers.items()}
+        self.weights = {b: torch.zeros(layout.numel, dtype=dtypes[b]) for b, layout in self.layouts.items()}
         for name, weights in self.by_name(self.weights).items():
             weights.copy_(parameters[name])
         # What is frozen has weights and nothing else.

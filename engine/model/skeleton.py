@@ -31,6 +31,7 @@ from transformers import (
 from penstock.engine.attention import chunk as attention
 from penstock.engine.config import AdapterConfig
 from penstock.engine.model import adapters, kernel_packages
+from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.errors import UserError
 
 Tensors = Mapping[str, Tensor]
@@ -119,8 +120,9 @@ def build(
     experts: str | None = None,
     adapter: AdapterConfig | None = None,
     attention_by: str = attention.NAME,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """The model of `config` in float32 and eval mode; on meta it takes no memory. With an `adapter` it has peft's
+    """The model of `config` in eval mode; on meta it takes no memory. With an `adapter` it has peft's
     layers (model/adapters.py). `attention_by`: what transformers calls the implementation of its attention. Raises
     UserError for a model that has its own attention only."""
     attention.register()
@@ -132,7 +134,7 @@ def build(
     kwargs = {} if experts is None else {"experts_implementation": experts}
     try:
         with torch.device(device):
-            model = from_config(config, attn_implementation=attention_by, dtype=torch.float32, **kwargs)
+            model = from_config(config, attn_implementation=attention_by, dtype=dtype, **kwargs)
     except KeyError as error:
         if error.args != (attention.NAME,):
             raise
@@ -275,19 +277,26 @@ def _has_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.isnan().any())
 
 
+def weight_dtype(dtype: torch.dtype, *, float32: bool) -> torch.dtype:
+    """Of weights in a model that computes in `dtype`; `float32`: of what is kept in float32 (model/float32.py)."""
+    return torch.promote_types(dtype, torch.float32) if float32 else dtype
+
+
 def placeholder(parameter: Tensor, device: torch.device, dtype: torch.dtype, *, trained: bool = True) -> nn.Parameter:
     """A parameter of the right shape that takes one element of memory, to be bound before use."""
     empty = torch.zeros(1, dtype=dtype, device=device).expand(parameter.shape)
     return nn.Parameter(empty, requires_grad=trained)
 
 
-def empty(module: nn.Module, prefix: str, frozen: Container[str], device: torch.device, dtype: torch.dtype) -> None:
-    """Put placeholders in the place of a module's parameters; `frozen`: names, begun by `prefix`, of untrained ones."""
+def empty(module: nn.Module, prefix: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Put placeholders in the place of a module's parameters, whose names in the model begin with `prefix`."""
+    frozen, float32 = spec.frozen_params, spec.float32_params
     for path, part in module.named_modules():
         for key, parameter in part._parameters.items():
             if parameter is not None:
                 name = prefix + (f"{path}.{key}" if path else key)
-                part._parameters[key] = placeholder(parameter, device, dtype, trained=name not in frozen)
+                own = weight_dtype(dtype, float32=name in float32)
+                part._parameters[key] = placeholder(parameter, device, own, trained=name not in frozen)
 
 
 class Skeleton:

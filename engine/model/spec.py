@@ -18,9 +18,13 @@ FROZEN = ".frozen"
 """Ends the name of a buffer that is never trained."""
 
 
-def frozen(block: str) -> str:
-    """The buffer of the parameters of `block` that are never trained."""
-    return block + FROZEN
+FLOAT32 = ".float32"
+"""Ends the name of a buffer with float32 weights whatever the compute dtype, before FROZEN."""
+
+
+def buffer_name(block: str, *, float32: bool, frozen: bool) -> str:
+    """The buffer of the parameters of `block` that are such."""
+    return block + FLOAT32 * float32 + FROZEN * frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class BlockSpec:
     """How it is computed (engine/schedule/kinds.py)."""
     buffers: tuple[str, ...]
     """Flat buffers it computes with: its own first, if it has parameters, that of the trained ones, named as the block
-    is, before that of the frozen ones."""
+    is, before that of the frozen ones, then the same of those in float32."""
     inputs: tuple[str, ...] = ()
     """Blocks whose output it takes."""
     layer: int | None = None
@@ -48,6 +52,8 @@ class BufferSpec:
     params: tuple[ParamSpec, ...]
     frozen: bool = False
     """Never trained: it has weights only, and no state, gradients or writes."""
+    float32: bool = False
+    """Its weights are float32 whatever the compute dtype (model/float32.py)."""
 
     @cached_property
     def layout(self) -> FlatLayout:
@@ -174,6 +180,11 @@ class ModelSpec:
         return frozenset(param.name for buffer in self.buffers.values() if buffer.frozen for param in buffer.params)
 
     @property
+    def float32_params(self) -> frozenset[str]:
+        """Names of the parameters that are computed with in float32 at least."""
+        return frozenset(param.name for buffer in self.buffers.values() if buffer.float32 for param in buffer.params)
+
+    @property
     def params(self) -> Iterator[ParamSpec]:
         """All parameters, shared ones once."""
         return (param for buffer in self.buffers.values() for param in buffer.params)
@@ -222,7 +233,7 @@ def graph_key(dtype: str, compiled: bool) -> str:
 
 def block_of(buffer: str) -> str:
     """The block whose parameters a buffer holds."""
-    return buffer.removesuffix(FROZEN)
+    return buffer.removesuffix(FROZEN).removesuffix(FLOAT32)
 
 
 def buffers_of_blocks(spec: ModelSpec) -> dict[str, list[str]]:
@@ -240,7 +251,7 @@ def depths(spec: ModelSpec) -> dict[str, int]:
     numbers = {block.name: layers - block.layer for block in spec.layers if block.layer is not None}
     numbers |= {block.name: layers - block.branch_of for block in spec.blocks if block.branch_of is not None}
     numbers |= {spec.blocks[0].name: layers + 1, spec.blocks[-1].name: 0}
-    return {param.name: numbers[name] for name, buffer in spec.trained.items() for param in buffer.params}
+    return {param.name: numbers[block_of(name)] for name, buffer in spec.trained.items() for param in buffer.params}
 
 
 def layouts(spec: ModelSpec) -> dict[str, FlatLayout]:

@@ -49,7 +49,7 @@ class GpuPlacement(Saving):
         self.windows = self.num_windows()
         self.resident: set[str] = set()
         """Buffers that live there whole."""
-        self.weights: set[str] = set()
+        self.weights = {b.name for b in p.buffers if b.float32}
         """Buffers not resident whose weights alone are on the GPU."""
         self.sums: set[str] = set()
         """Buffers not resident whose gradient stays on the GPU from group to group."""
@@ -78,10 +78,11 @@ class GpuPlacement(Saving):
             # Embedding and head are large: both have a slot only where layers have one more than they need.
             spare = self.choice.spare_slots - (not layer)
             weights[pool] = min(moving, self.at_once[pool] + spare)
-            if not members[0].frozen:
+            trained = [b for b in members if not b.frozen]
+            if trained:
                 # Between groups sums leave and come back: one more is on its way, while that of a buffer which two
                 # blocks share stays from one to the other.
-                summed = sum(b.name not in self.sums for b in members)
+                summed = sum(b.name not in self.sums for b in trained)
                 more = 1 + self.shares[pool] if self.grouped else 0
                 gradients[pool] = min(summed, self.at_once[pool] + layer * (1 + more))
         return weights, gradients, numel
@@ -197,9 +198,11 @@ def _pools(problem: PlanInput) -> dict[str, Pool]:
     most = {False: 0, True: 0}
     """Elements of the largest layer's buffer of those that are trained and of those that are frozen."""
     for buffer in problem.buffers:
-        if buffer.name in layers:
+        if buffer.name in layers and not buffer.float32:
             most[buffer.frozen] = max(most[buffer.frozen], buffer.numel)
-    return {b.name: POOLS[2 * (b.numel > most[b.frozen]) + b.frozen] for b in problem.buffers}
+    return {
+        b.name: "float32" if b.float32 else POOLS[2 * (b.numel > most[b.frozen]) + b.frozen] for b in problem.buffers
+    }
 
 
 def listing(parts: Mapping[str, int]) -> str:

@@ -245,6 +245,7 @@ class Plan:
                     "sums": b.sums,
                     "bytes": b.numel * self._item_bytes(b),
                     "frozen": b.frozen,
+                    "float32": b.float32,
                     **saved[b.name],
                 }
                 for b in self.buffers.values()

@@ -239,6 +239,7 @@ class _Planner(GpuPlacement):
                 part_numel=shape.part_numel,
                 dtype=shape.dtype,
                 frozen=shape.frozen,
+                float32=shape.float32,
                 pool=self.pool[shape.name],
                 weights=kinds["weights"],
                 state=None if shape.frozen else kinds["state"],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Tier = Literal["gpu", "ram", "nvme"]
-Pool = Literal["layer", "frozen layer", "embedding and head", "frozen embedding and head"]
+Pool = Literal["layer", "frozen layer", "embedding and head", "frozen embedding and head", "float32"]
 Checkpointing = Literal["auto", "full", "selective", "none"]
 """What forward saves of a layer for backward: its input; also keys, values, attention's output and log-sum-exp; or all
 that autograd wants, so that nothing is recomputed."""
@@ -46,9 +46,10 @@ BYTES_PER_TOKEN = 7 * 8
 """Device memory of a token in a fetched step, at most: the tensors of engine/model/tokens.py."""
 INPUTS_CACHE_BYTES = 64 * 2**20
 """Rotary tables and the like of recent chunks are kept on the device up to this size; beyond it they are made again."""
-POOLS: tuple[Pool, ...] = ("layer", "frozen layer", "embedding and head", "frozen embedding and head")
-"""Slots on the GPU by what they are for: frozen buffers may be gigabytes beside the megabytes that are trained."""
-LAYER_POOLS: tuple[Pool, ...] = ("layer", "frozen layer")
+POOLS: tuple[Pool, ...] = ("layer", "frozen layer", "embedding and head", "frozen embedding and head", "float32")
+"""Slots on the GPU by what they are for: frozen buffers may be gigabytes beside the megabytes that are trained, and
+float32 ones are kilobytes, whose weights stay there and need no slots."""
+LAYER_POOLS: tuple[Pool, ...] = ("layer", "frozen layer", "float32")
 GRAPH_SLACK_BYTES = 4 * ALIGNMENT
 """Of a graph that is laid out in one piece: what does not grow with its tokens, and gaps between its tensors."""
 SAMPLE_STAGES = 2
@@ -72,6 +73,8 @@ class BufferShape:
     """Of its weights as they are stored, moved and computed with; all state is float32."""
     frozen: bool = False
     """Never trained: weights only, written once."""
+    float32: bool = False
+    """Its weights are float32 whatever the compute dtype, and stay on the GPU: routers and the like, all small."""
 
     @property
     def weight_bytes(self) -> int:

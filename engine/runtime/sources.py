@@ -92,14 +92,18 @@ class FolderSource:
         self._threads = ThreadPoolExecutor(_THREADS, "tensors")
 
     def stored_bytes(self, buffer: str) -> int:
-        sources = (name for one in self._layout.of_block[block_of(buffer)] for name in one.sources)
+        sources = (name for one in self._conversions(buffer) for name in one.sources)
         return sum(map(self._reader.stored_bytes, sources))
+
+    def _conversions(self, buffer: str) -> list[Conversion]:
+        """Those that make parameters of the buffer."""
+        own, canonical = self._flat[buffer].offsets, self._layout.canonical
+        of_block = self._layout.of_block[block_of(buffer)]
+        return [one for one in of_block if any(canonical[target] in own for target in one.targets)]
 
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         views = self._flat[buffer].views(out)
-        return gather(
-            [self._threads.submit(self._convert, one, views) for one in self._layout.of_block[block_of(buffer)]]
-        )
+        return gather([self._threads.submit(self._convert, one, views) for one in self._conversions(buffer)])
 
     def _convert(self, conversion: Conversion, views: dict[str, Tensor]) -> None:
         """Put what one conversion makes where it belongs; a tied tensor that is stored twice is the same twice."""
@@ -113,7 +117,8 @@ class FolderSource:
             return
         tensors = {name: reader.read(name).to(next(iter(views.values())).dtype) for name in conversion.sources}
         for target, tensor in self._layout.plan.apply(conversion, tensors).items():
-            views[canonical[target]].copy_(tensor)
+            if canonical[target] in views:  # else it is another buffer's
+                views[canonical[target]].copy_(tensor)
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -39,6 +39,9 @@ class StateOps:
     def _part(self, op: Op) -> tuple[int, int]:
         return self._buffer(op).part(op.index)
 
+    def _weights_dtype(self, op: Op) -> torch.dtype:
+        return cast(torch.dtype, getattr(torch, self._buffer(op).dtype))
+
     def _staged(self, op: Op, dtype: torch.dtype, stage: str = a.STAGE) -> Tensor:
         start, end = self._part(op)
         return self._views.part_stage(op.slots[stage], end - start, dtype)
@@ -61,11 +64,11 @@ class StateOps:
     @handles(a.LOAD_WEIGHTS_PART)
     def _load_weights_part(self, op: Op) -> None:
         start, end = self._part(op)
-        self._ram.arena.copy(self._flat("weights", op)[start:end], self._staged(op, self._views.dtype))
+        self._ram.arena.copy(self._flat("weights", op)[start:end], self._staged(op, self._weights_dtype(op)))
 
     @handles(a.READ_WEIGHTS)
     def _read_weights(self, op: Op) -> Future[Any]:
-        return self._nvme.read(op.block, "weights", op.index, self._staged(op, self._views.dtype))
+        return self._nvme.read(op.block, "weights", op.index, self._staged(op, self._weights_dtype(op)))
 
     @handles(a.READ_WEIGHTS_WHOLE)
     def _read_weights_whole(self, op: Op) -> Future[Any]:
@@ -76,7 +79,9 @@ class StateOps:
 
     @handles(a.WRITE_WEIGHTS)
     def _write_weights(self, op: Op) -> Future[Any]:
-        return self._nvme.write(op.block, "weights", op.index, self._staged(op, self._views.dtype, a.WEIGHTS_STAGE))
+        return self._nvme.write(
+            op.block, "weights", op.index, self._staged(op, self._weights_dtype(op), a.WEIGHTS_STAGE)
+        )
 
     # ------------------------------------------------------------------ gradients
 
@@ -112,7 +117,7 @@ class StateOps:
         if "weights" in memory:
             weights = of("weights")
         else:
-            weights = views.part_stage(op.slots[a.WEIGHTS_STAGE], end - start, views.dtype)
+            weights = views.part_stage(op.slots[a.WEIGHTS_STAGE], end - start, self._weights_dtype(op))
         where = UpdateRange(views.layouts[op.block], start, end)
         self._optimizer.step(state, gradient, weights, where, views.steps[op.step].scalars["cpu"])
 

@@ -67,11 +67,14 @@ class ScheduleBuilder:
         """Blocks that it has updated, or found nothing to update in."""
         self._next = {i: number for number, block in enumerate(plan.blocks) for i in block.inputs}
         """Block -> the one that takes its output."""
+        self._first_user: dict[str, int] = {}
+        """Buffer -> the first block that computes with it, for which it is updated."""
         self._last_user: dict[str, int] = {}
         """Buffer that is trained -> the block that is the last to add to its gradient."""
         self._behind: int | None = None
         """Slot of the recurrent state behind the chunk that went forward last; None where nothing follows."""
         for index, block in reversed(list(enumerate(plan.blocks))):
+            self._first_user |= dict.fromkeys(block.buffers, index)
             self._last_user |= {name: index for name in block.buffers if not plan.buffers[name].frozen}
 
     @property
@@ -171,8 +174,9 @@ class ScheduleBuilder:
         loads: list[Load] = []
         if task.layer not in self._updated:
             self._updated.add(task.layer)
-            if block.name in block.buffers:
-                loads = self._state.update(block.name, write_through=commit, fetched=True)
+            for name in block.buffers:
+                if self._first_user[name] == task.layer:
+                    loads += self._state.update(name, write_through=commit, fetched=True)
             if commit and task.layer == len(self._plan.blocks) - 1:
                 if loads:
                     loads.append(self._state.commit)

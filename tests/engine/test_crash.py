@@ -72,6 +72,8 @@ PHASES = {
 }
 """Phase -> actions at one of which the process dies; "opening" is the time before the first op."""
 HALVES = ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]
+FLINT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+KEPT = tiny.model(model_type="flint", num_layers=2, overrides=FLINT)
 PLACEMENTS = [
     pytest.param(1_100_000, 1_000_000, 1, [], 18, marks=pytest.mark.long),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 1, [], 18, marks=pytest.mark.long),
@@ -80,6 +82,7 @@ PLACEMENTS = [
     pytest.param(tiny.FLOOR, tiny.FLOOR, 2, AdapterConfig(method="dora", rank=2), 30, marks=pytest.mark.long),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "groups", 30, marks=pytest.mark.long),
     (tiny.FLOOR, tiny.FLOOR, 1, "hybrid", samples(2, 30)),
+    pytest.param(tiny.FLOOR, tiny.FLOOR, 2, "float32", 30, marks=pytest.mark.long),
 ]
 """Budgets, drives, how, and kills."""
 How = list[str] | AdapterConfig | str
@@ -94,7 +97,8 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
     """Train to the end, committing every other step; with a seed, die by SIGKILL at a moment drawn from it.
 
     `how`: patterns of what is not trained, or an adapter beside which nothing is, or "groups": of micro-batches, with
-    graphs that leave, or "hybrid": layers with a recurrent state.
+    graphs that leave, or "hybrid": layers with a recurrent state, or "float32": in bfloat16, with half of what is kept
+    in float32 frozen.
     """
     chance, groups = random.Random(seed), how == "groups"
     phase = chance.choice([*(name for name in PHASES if groups or name != "groups"), "commit", "opening"])
@@ -104,11 +108,14 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
         threading.Thread(target=_die, args=(folder, phase, chance.random() * 0.4), daemon=True).start()
     adapter, freeze = how if isinstance(how, AdapterConfig) else None, how if isinstance(how, list) else []
     policy = {"global_batch_size": 3, "activation_checkpointing": "auto"} if groups else {"global_batch_size": 1}
+    if how == "float32":
+        freeze, policy = HALVES, policy | {"compute_dtype": "bfloat16"}
     settings = tiny.training(steps=STEPS, freeze=freeze, **policy)
     model = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID) if how == "hybrid" else tiny.model()
     plan: dict[str, Any] = {"group": 1, "offloaded_graphs": "all"} if groups else {}
     drives = [folder / "state", folder / "second"][:num_drives]
     options = {"gpu": gpu, "ram": ram, "drives": drives, "adapter": adapter, "m": model} | plan
+    options |= {"m": KEPT} if how == "float32" else {}
     with tiny.session(folder, t=settings, s=tiny.storage(checkpoint_every=2, keep_last=2), **options) as session:
         lock = threading.Lock()
 

@@ -347,6 +347,9 @@ MOE = tiny.model(model_type="qwen3_moe", num_layers=2, overrides=EXPERTS)
 HYBRID = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)
 FALCON = tiny.model(model_type="falcon_h1", num_layers=2, overrides=tiny.FALCON)
 APART = {"split_layers": "experts"}
+FLINT = EXPERTS | {"shared_expert_intermediate_size": 16, "mlp_only_layers": [0]}
+KEPT = tiny.model(model_type="flint", num_layers=2, overrides=FLINT)
+"""A router and attention sinks are kept in float32."""
 HALF_FROZEN = {"freeze": ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]}
 """Half of every layer, and of the lowest blocks everything."""
 TOP = {"freeze": ["*embed_tokens*", "*.layers.*"]}
@@ -391,10 +394,18 @@ CASES = {
     "hybrid, streamed, halves frozen": Case(HALF_FROZEN, STREAMED, HYBRID),
     "hybrid, states on the GPU and on NVMe": Case(placed=STATES, model=HYBRID),
     "attention and state at once": Case(model=FALCON),
+    "some kept in float32": Case(BFLOAT16, model=KEPT),
+    "some kept in float32, on two tiers": Case(BFLOAT16, {"gpu": 1_000_000, "ram": 1_500_000}, KEPT),
+    "some kept in float32, halves frozen": Case(HALF_FROZEN | BFLOAT16, model=KEPT),
+    "some kept in float32, graphs leave": Case({"activation_checkpointing": "auto"} | BFLOAT16, LEAVING, KEPT),
+    "some kept in float32, streamed": Case({"activation_checkpointing": "full"} | BFLOAT16, STREAMED, KEPT),
+    "some kept in float32, experts apart": Case(APART | BFLOAT16, model=KEPT),
+    "some kept in float32, lora": Case(BFLOAT16, model=KEPT, adapter=adapted.section("lora")),
     "joined, graphs, bfloat16": Case({"activation_checkpointing": "none"} | BFLOAT16, {}, WIDE),
 }
 CHECKED_OFTEN = ("hybrid, in groups, recomputed", "attention and state at once", "hybrid on two tiers, bfloat16",
-         "means of sequences, in groups", "experts apart", "experts apart on two tiers, bfloat16",
+         "means of sequences, in groups", "some kept in float32", "some kept in float32, halves frozen",
+         "some kept in float32, graphs leave", "experts apart", "experts apart on two tiers, bfloat16",
          "some on every tier, tied, bfloat16", "halves frozen, tied, bfloat16", "joined, graphs leave",
          "joined, graphs, bfloat16", "joined, recomputed", "records on the GPU, not clipped",
          "halves frozen, graphs leave", "frozen but for the head")  # fmt: skip

@@ -46,13 +46,15 @@ def problem(
     halves: frozenset[int] = frozenset(),
     experts: frozenset[int] = frozenset(),
     recurrent: frozenset[int] = frozenset(),
+    kept: frozenset[int] = frozenset(),
     **more: Any,
 ) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
 
-    Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is. The
-    layers in `experts` have those as a block of their own; those in `recurrent` carry a state, and attend as well where
-    the window is whole; heads of those in `wide` are twice as wide.
+    Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is;
+    those in `kept` have a page more, in float32, which is frozen where all of the block is. The layers in `experts`
+    have those as a block of their own; those in `recurrent` carry a state, and attend as well where the window is
+    whole; heads of those in `wide` are twice as wide.
     """
     blocks = [BlockShape(name="embed", kind="embed", buffers=("embed",))]
     whole = more.get("kv_window", SIZES["kv_window"]) == "whole"
@@ -104,14 +106,18 @@ def problem(
     sizes = {"embed": edge * 2048} | {block.name: 4 * 2048 for block in blocks[1:-1]}
     if own_head:
         sizes["head"] = 2048 if tied else edge * 2048
-    blocks, buffers = _freeze(blocks, sizes, frozen - {len(blocks) - 2}, halves)
+    blocks, buffers = _freeze(blocks, sizes, frozen - {len(blocks) - 2}, halves, kept)
     return PlanInput(blocks=tuple(blocks), buffers=tuple(buffers), state_kinds=STATE_KINDS, **SIZES | more)
 
 
 def _freeze(
-    blocks: list[BlockShape], sizes: dict[str, int], frozen: frozenset[int], halves: frozenset[int]
+    blocks: list[BlockShape],
+    sizes: dict[str, int],
+    frozen: frozenset[int],
+    halves: frozenset[int],
+    kept: frozenset[int],
 ) -> tuple[list[BlockShape], list[BufferShape]]:
-    """The blocks and their buffers, of `sizes`, with what is frozen in buffers of its own."""
+    """The blocks and their buffers, of `sizes`, with what is frozen, or kept in float32, in buffers of its own."""
     wholly = {blocks[i].name for i in frozen if i < len(blocks)}
     partly = {blocks[i].name for i in halves if i < len(blocks)} - wholly
     split: dict[str, dict[str, int]] = {}
@@ -119,8 +125,17 @@ def _freeze(
         stays = size if name in wholly else max(2048, size - 2048) if name in partly else 0
         trained = 0 if name in wholly else 2048 if name in partly else size
         split[name] = {n: s for n, s in ((name, trained), (f"{name}.frozen", stays)) if s}
+        if name in {blocks[i].name for i in kept if i < len(blocks)}:
+            split[name][f"{name}.float32" + ".frozen" * (name in wholly)] = 2048
     buffers = [
-        BufferShape(name=n, numel=s, part_numel=min(s, 4096), dtype="bfloat16", frozen=n.endswith(".frozen"))
+        BufferShape(
+            name=n,
+            numel=s,
+            part_numel=min(s, 4096),
+            dtype="float32" if ".float32" in n else "bfloat16",
+            frozen=n.endswith(".frozen"),
+            float32=".float32" in n,
+        )
         for found in split.values()
         for n, s in found.items()
     ]
@@ -153,6 +168,7 @@ BOTH = {
     "scores": st.booleans(),
     "frozen": some_blocks,
     "halves": some_blocks,
+    "kept": some_blocks,
 }
 general = st.builds(
     problem,

@@ -58,9 +58,11 @@ class BlockLocations:
         self._home: dict[str, dict[str, str]] = {}
         self._num_bytes: dict[str, float | None] = {}
         self._block_of: dict[str, str] = {}
-        """Buffer -> its block: what is frozen of a block has a buffer of its own."""
+        """Buffer -> its block: what is frozen of a block, or kept in float32, has a buffer of its own."""
+        self._shown: dict[str, str] = {}
+        """Block -> its largest buffer, whose weights are shown for all."""
         self._frozen: dict[str, bool] = {}
-        """Block -> whether its larger buffer, whose weights are shown for both, is the frozen one."""
+        """Block -> whether that is frozen."""
         largest: dict[str, float] = {}
         for buffer in objects(plan, "blocks")[:_MOST_BLOCKS]:
             name, size = text(buffer, "name"), number(buffer, "bytes")
@@ -69,9 +71,11 @@ class BlockLocations:
             block, frozen = text(buffer, "block") or name, buffer.get("frozen") is True
             self._block_of[name] = block
             home = self._home.setdefault(block, dict.fromkeys(KINDS, ""))
-            home |= {} if frozen else {kind: text(buffer, kind) or "" for kind in ("state", "gradient")}
+            for kind in () if frozen else ("state", "gradient"):
+                home[kind] = home[kind] or text(buffer, kind) or ""
             if block not in largest or (size or 0) > largest[block]:
                 home["weights"], largest[block], self._frozen[block] = text(buffer, "weights") or "", size or 0, frozen
+                self._shown[block] = name
             known = self._num_bytes.get(block, 0.0)
             self._num_bytes[block] = None if size is None or known is None else known + size
         slots = {}
@@ -115,8 +119,7 @@ class BlockLocations:
 
     def _stands_for(self, buffer: str) -> bool:
         """Whether the weights of a buffer are those shown for its block."""
-        block = self._block_of.get(buffer, buffer)
-        return (buffer != block) is self._frozen[block]
+        return self._shown[self._block_of.get(buffer, buffer)] == buffer
 
     def _pool(self, block: str) -> str:
         kind = _FROZEN if self._frozen[block] else ""
