@@ -150,8 +150,7 @@ def groups(forecast: dict[str, Any]) -> list[str]:
     """How the step is cut into groups of micro-batches, where it is, or why it is not."""
     groups = forecast.get("groups", 1)
     if forecast.get("one_group"):
-        tokens = f"{forecast['group_tokens']:,}"
-        return [f"the step's {tokens} tokens are one group, as the routers' load-balancing loss is over all of them"]
+        return [f"one group of {forecast['group_tokens']:,} tokens, for the load-balancing loss"]
     return [f"{groups:,} groups of {forecast['group_tokens']:,} tokens, one after another"] if groups > 1 else []
 
 
