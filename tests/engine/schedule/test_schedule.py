@@ -114,7 +114,8 @@ def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int,
         assert op.action.phase not in ("backward", "recompute") or op.action.kind or op.block in backward, op
     for name in frozen:
         assert (plan.buffers[name].state, plan.buffers[name].gradient) == (None, None)
-        assert plan.gradient_slots[plan.buffers[name].pool] == 0
+        pool = plan.buffers[name].pool
+        assert plan.gradient_slots[pool] == 0 or pool == "float32", "which those that are trained share"
 
 
 @sampled(25, 100)
