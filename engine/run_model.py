@@ -38,7 +38,9 @@ def describe_run(recipe: Recipe, run_dir: Path, checklist: Checklist) -> RunMode
         new_rows = weights.NewRows.make(stored, len(recipe.model.added_tokens), vocabulary)
     with checklist.step("taking the model apart"):
         spec = model_spec(config, recipe)
-        router_coefficient(spec.config, recipe.train.router_aux_loss, recurrent=spec.recurrent)  # or it is refused
+        router_coefficient(
+            spec.config, recipe.train.router_aux_loss, whole_documents=spec.whole_documents
+        )  # or it is refused
     return RunModel(prepared, spec, new_rows)
 
 

@@ -109,7 +109,7 @@ def check_model(
     try:
         small, spec = _small_model(config, adapter, split_layers)
         cut = "documents" if spec.whole_documents else "chunks"
-        aux = router_coefficient(small, router_aux_loss, recurrent=spec.recurrent)
+        aux = router_coefficient(small, router_aux_loss, whole_documents=spec.whole_documents)
         error, worst = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux)
         if TOLERANCE < error < math.inf:
             with contextlib.suppress(UserError):  # no float64 reference: the float32 result stands

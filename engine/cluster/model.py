@@ -154,7 +154,7 @@ def _replace(module: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter
 def _balance(
     spec: ModelSpec, train: TrainConfig, model: PreTrainedModel, layers: nn.ModuleList, device: torch.device
 ) -> RouterBalance | None:
-    weight = router_coefficient(spec.config, train.router_aux_loss, recurrent=spec.recurrent)
+    weight = router_coefficient(spec.config, train.router_aux_loss, whole_documents=spec.recurrent)
     if not weight:
         return None
     router = find_router(model)

@@ -296,8 +296,10 @@ class LayerRunner:
         parts: list[Tensor] = []
         sent: list[tuple[Tensor, ...]] = []
         behind = [] if before is None else [*before]
+        filled = self._filled
         with torch.no_grad():
             for segment in segments:
+                self._watch(segment, filled)
                 call, cache = segment.call(index, recurrent, behind)
                 handler = segment.handler(handlers(segment, False))
                 parts.append(segment.own(self._run(index, weights, segment.of(x)[None], call, handler)))
@@ -326,7 +328,9 @@ class LayerRunner:
         assert recurrent is not None
         parts: list[Tensor] = []
         dbefore: Sequence[Tensor] = ()
+        filled = self._filled
         for segment in reversed(segments):
+            self._watch(segment, filled)
             leaves = [tensor.detach().requires_grad_() for tensor in before or ()] if segment.continues else []
             call, cache = segment.call(index, recurrent, leaves)
             handler = segment.handler(handlers(segment, True))
@@ -338,6 +342,16 @@ class LayerRunner:
             parts.append(segment.own(graph.dx()))
             dbefore = graph.dbefore
         return torch.cat(parts[::-1]), dbefore
+
+    @property
+    def _filled(self) -> int:
+        """Tokens of the chunk that is run next that are no padding, where the routers' balance is trained."""
+        return 0 if self.balance is None else self.balance.num_rows
+
+    def _watch(self, segment: Segment, filled: int) -> None:
+        """A part of a chunk with so many `filled` tokens is run next."""
+        if self.balance is not None:
+            self.balance.part(filled, segment.start, segment.end)
 
     # ------------------------------------------------------------------ documents
 

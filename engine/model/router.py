@@ -42,9 +42,9 @@ def own_coefficient(config: PretrainedConfig) -> float:
     return float(text.router_aux_loss_coef) if getattr(text, "output_router_logits", False) else 0.0
 
 
-def router_coefficient(config: PretrainedConfig, wanted: float | None, *, recurrent: bool = False) -> float:
+def router_coefficient(config: PretrainedConfig, wanted: float | None, *, whole_documents: bool = False) -> float:
     """Weight of the load-balancing loss: what is `wanted`, else the config's where that switches the loss on; 0: none.
-    Raises UserError where the model defines none, or carries a state from token to token."""
+    Raises UserError where the model defines none, or is trained on whole documents, each a padded row."""
     if wanted is None:
         wanted = own_coefficient(config)
     if not wanted:
@@ -54,7 +54,7 @@ def router_coefficient(config: PretrainedConfig, wanted: float | None, *, recurr
         raise UserError(
             f"train.router_aux_loss: {wanted:g}, but model type '{kind}' defines no such loss; leave it out"
         )
-    if recurrent:
+    if whole_documents:
         raise UserError(
             f"train.router_aux_loss: {wanted:g}, but model type '{kind}' pads every row, and this loss would count "
             "the padding; set it to 0"
@@ -113,6 +113,10 @@ class RouterBalance:
     def watch(self, num_rows: int, *, counting: bool) -> None:
         """A chunk is run next, of which the first `num_rows` tokens are no padding; forward counts them."""
         self._counting, self.num_rows = counting, num_rows
+
+    def part(self, num_rows: int, start: int, end: int) -> None:
+        """Of that chunk, of which `num_rows` tokens are no padding, those from `start` to `end` are."""
+        self.num_rows = max(0, min(num_rows, end) - start)
 
     def settle(self, num_tokens: int) -> None:
         """All layers have run forward on the step's `num_tokens` tokens."""

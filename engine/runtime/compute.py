@@ -33,7 +33,7 @@ class Compute:
         """`compilation`: what is compiled; None: what the recipe wants and the machine can."""
         what = compilation or find_compilation(train, device, lambda message: None)
         dtype = compute_dtype(train)
-        aux = router_coefficient(spec.config, train.router_aux_loss, recurrent=spec.recurrent)
+        aux = router_coefficient(spec.config, train.router_aux_loss, whole_documents=spec.whole_documents)
         runner = ModelRunner(
             spec, device=device, dtype=dtype, compile=what.layers, constants=constants, router_aux_loss=aux
         )

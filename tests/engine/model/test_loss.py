@@ -320,7 +320,7 @@ def test_a_model_without_it_is_refused_in_one_line() -> None:
     assert router_coefficient(config_of("mixtral", output_router_logits=True), 0.0) == 0
     assert router_coefficient(config_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.3), None) == 0.3
     with pytest.raises(UserError, match="pads every row"):
-        router_coefficient(config_of("qwen3_moe"), 0.1, recurrent=True)
+        router_coefficient(config_of("qwen3_moe"), 0.1, whole_documents=True)
 
 
 @pytest.mark.long
