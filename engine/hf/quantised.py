@@ -59,12 +59,12 @@ def open_checkpoint(folder: Path) -> CheckpointReader:
         return CheckpointReader(folder)
     file, content = read_config_file(folder)
     config = parse_object(content)
-    text = config.get("text_config")
-    values = config.get(FIELD) or (text.get(FIELD) if isinstance(text, dict) else None)
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else {}
+    values = config.get(FIELD) or text.get(FIELD)
     if not values:
         return CheckpointReader(folder)
     _require_readable(values, str(file))
-    stated = config.get("dtype") or config.get("torch_dtype") or (text or {}).get("dtype")
+    stated = config.get("dtype") or config.get("torch_dtype") or text.get("dtype")
     return DequantisingReader(folder, values, stated if stated in _PLAIN[1:] else "bfloat16")
 
 
@@ -77,8 +77,8 @@ def _require_readable(values: Any, where: str) -> None:
     method = values.get("quant_method", "unknown") if isinstance(values, dict) else values
     if not isinstance(method, str) or method not in _FORMATS:
         raise UserError(
-            f"{where}: the weights are quantised as {one_line(method, 40)} (quantization_config), which cannot be "
-            f"dequantised here, as {', '.join(_FORMATS.values())} can; train from the unquantised checkpoint"
+            f"{where}: the weights are quantised as {one_line(method, 40)} (quantization_config), which Penstock "
+            f"cannot read; it reads {', '.join(_FORMATS.values())}; train from the unquantised checkpoint"
         )
     if method == "compressed-tensors" and find_spec("compressed_tensors") is None:
         raise UserError(
@@ -115,11 +115,13 @@ class DequantisingReader(CheckpointReader):
             self._quantizer: Any = AutoHfQuantizer.from_config({**quantisation, "dequantize": True}, pre_quantized=True)
             if self._format == "compressed-tensors":  # what its quantizer decides here the others decide without
                 self._quantizer.validate_environment()
+            self._groups = self._grouped()
+        except UserError:
+            raise
         except Exception as error:  # pydantic's and transformers' own, of many types
             raise UserError(
                 f"{folder / 'config.json'}: {FIELD} is not one that transformers reads: {one_line(error, 300)}"
             ) from None
-        self._groups = self._grouped()
         pieces = {name for group in self._groups.values() for name in group.pieces.values()}
         plain = {
             name: stored
@@ -256,7 +258,8 @@ class DequantisingReader(CheckpointReader):
             raise self._wrong(f"{stem}weight_g_idx", "orders columns by activation, which transformers does not undo")
         self._require(name, pieces, wanted)
         if "weight_shape" in pieces:
-            shape = tuple(self._pieces.read(pieces["weight_shape"]).tolist())
+            self._require_shape(pieces["weight_shape"], self._shape(pieces["weight_shape"]), (2,))
+            shape = tuple(map(int, self._pieces.read(pieces["weight_shape"]).tolist()))
         elif "weight_packed" in pieces:
             packed = self._shape(pieces["weight_packed"])
             shape = (*packed[:-1], 2 * packed[-1])

@@ -251,7 +251,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Path], str, Callable[[Tensor], Tensor |
     "int4 without a shape": (int4, f"{Q}_shape", lambda t: None, f"'{Q}_shape' is missing"),
     "int4 of another group size": (int4, f"{Q}_scale", lambda t: t[:, :2], r"imply \[64, 4\]"),
     "int4 of another shape": (int4, f"{Q}_shape", lambda t: t // 2, r"imply \[32, 4\]"),
-    "int4 of three dimensions": (int4, f"{Q}_shape", lambda t: torch.ones(3), "not of a matrix"),
+    "int4 of three dimensions": (int4, f"{Q}_shape", lambda t: torch.ones(3), r"imply \[2\]"),
     "int4 in order of activation": (int4, f"{Q}_g_idx", lambda t: torch.zeros(64), "transformers does not undo"),
 }
 
@@ -291,11 +291,30 @@ def test_a_config_that_transformers_does_not_read_is_refused(tmp_path):
         write(folder, load_file(folder / "model.safetensors"), {"quant_method": "fp8", **wrong})
         with pytest.raises(UserError, match="not one that transformers reads"):
             open_checkpoint(folder)
-    wrong = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"targets": 3}}}
-    write(folder, load_file(folder / "model.safetensors"), wrong)
-    with pytest.raises(UserError, match="not one that transformers reads") as caught:
+
+
+GROUP = {"targets": ["Linear"], "weights": INT4}
+WRONG = [{}, {"config_groups": {}}, {"config_groups": {"a": {"targets": 3}}}, {"config_groups": {"a": {"targets": []}}}]
+WRONG += [{"config_groups": {"a": GROUP | {"targets": ["re:("]}}}, {"config_groups": {"a": GROUP | {"weights": None}}}]
+WRONG += [{"config_groups": {"a": GROUP | {"weights": INT4 | more}}} for more in ({"group_size": 0}, {"num_bits": "x"})]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_groups_that_compressed_tensors_does_not_read_are_refused(tmp_path, wrong):
+    folder = int4(tmp_path)
+    how = {"quant_method": "compressed-tensors", "format": "pack-quantized", **wrong}
+    write(folder, load_file(folder / "model.safetensors"), how)
+    with pytest.raises(UserError, match=r"not one that transformers reads|do not match") as caught:
         open_checkpoint(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_format_that_compressed_tensors_does_not_have_is_refused(tmp_path):
+    folder = int4(tmp_path)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    write(folder, load_file(folder / "model.safetensors"), config | {"format": "sparse-24-bitmask"})
+    with pytest.raises(UserError, match="format sparse-24-bitmask, which compressed-tensors does not read"):
+        open_checkpoint(folder)
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
