@@ -39,8 +39,8 @@ _HOW = {"_attn_implementation", "attn_implementation", "_experts_implementation"
 _HOW |= {"transformers_weights"}
 
 _SIZES = (
-    r"(?P<depth>(num_|n_)(hidden_|decoder_)?layers?|n_layer)|vocab_size|hidden_size|n_embd|d_model|head_dim|n_inner|"
-    r"(\w+_)?intermediate_size|((num|n)_\w*|\w+_)?(heads|head|experts|groups)|(\w+_)?max_position_embeddings|"
+    r"(?P<depth>(num_|n_)(hidden_|decoder_)?layers?|n_layer|depth)|vocab_size|hidden_size|n_embd|d_model|head_dim|"
+    r"n_inner|(\w+_)?intermediate_size|((num|n)_\w*|\w+_)?(heads|head|experts|groups)|(\w+_)?max_position_embeddings|"
     r"(\w+_)?lora_rank|ffn_dim|num_experts_per_tok"
 )
 """Fields of configs that are sizes or counts, of whatever model; a depth has fewer."""

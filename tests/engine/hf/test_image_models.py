@@ -16,6 +16,7 @@ from penstock.engine.hf.quantised import open_checkpoint
 from penstock.engine.hf.weights import CheckpointLayout, export_folder, import_blocks, remarks_on_tensors
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.self_check import check_model
+from penstock.storage.files.errors import UserError
 from penstock.storage.files.safetensors import CheckpointReader
 
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -120,6 +121,14 @@ def test_the_text_part_is_trained_and_the_rest_returned(tmp_path, family, origin
         assert (folder / name).read_bytes() == (tmp_path / "export" / name).read_bytes()
     _, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not any(info.values()), info
+
+
+@pytest.mark.parametrize(("field", "value"), [("depth", 10**9), ("num_hidden_layers", 10**9), ("depth", "2")])
+def test_a_tower_of_no_sane_height_is_refused(tmp_path, field, value):
+    fields = {"model_type": "qwen2_5_vl", "vision_config": {field: value}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=f"config.json: {field} is "):
+        read_config(tmp_path)
 
 
 def test_a_quantised_one(tmp_path):
