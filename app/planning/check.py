@@ -68,13 +68,10 @@ def check_types(model_types: Sequence[str], limit_s: float = LIMIT_S) -> Generat
             due_s = min(job.began for job in jobs.values()) + limit_s - time.monotonic()
             ready = wait(list(jobs), max(0.0, due_s))
             for pipe in [pipe for pipe in jobs if pipe in ready or jobs[pipe].began + limit_s <= time.monotonic()]:
-                job = jobs.pop(pipe)
-                yield (
-                    _result(job, pipe)
-                    if pipe in ready
-                    else _refusal(job.model_type, f"not done after {duration_text(limit_s)}")
-                )
+                job, late = jobs.pop(pipe), f"not done after {duration_text(limit_s)}"
+                result = _result(job, pipe) if pipe in ready else _refusal(job.model_type, late)
                 _end(job, pipe)
+                yield result
     finally:
         for pipe, job in jobs.items():
             _end(job, pipe)

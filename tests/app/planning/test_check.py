@@ -90,6 +90,7 @@ def test_ctrl_c_keeps_what_there_is_and_leaves_no_process(tmp_path: Path) -> Non
     wait_until(lambda: not any(map(is_running, left)))
 
 
+@pytest.mark.long
 def test_killed_it_leaves_no_process(tmp_path: Path) -> None:
     process = started(tmp_path, *REAL, "check", "--all")
     wait_until(lambda: bool(checkers(process.pid)))
