@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,7 +55,7 @@ def _reasons(refused: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Each reason and the types that it holds for, the most frequent first."""
     types: dict[str, list[str]] = {}
     for each in refused:
-        reason = short_reason(each).partition(";")[0]
+        reason = re.split(r";(?![^(]*\))", short_reason(each))[0]  # not what to do instead
         types.setdefault(reason, []).append(each["model_type"])
     return [(reason, ", ".join(names)) for reason, names in sorted(types.items(), key=lambda item: -len(item[1]))]
 

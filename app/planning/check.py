@@ -128,4 +128,4 @@ def _check(model_type: str, out: Connection, life: Connection, memory_bytes: int
         if used_up(error) is not None:
             reason = f"its check needs more than {bytes_text(memory_bytes)} of memory"
         result = _refusal(model_type, reason)
-    out.send(result)
+    out.send(result | {"model_type": model_type})  # two types may share a config, which has the name of one
