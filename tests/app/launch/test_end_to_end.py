@@ -131,12 +131,12 @@ def test_a_stopped_run_resumes_to_the_same_losses_and_export(cli: Cli, whole_run
 
 def test_check_exit_codes(tmp_path: Path, capsys: Captured) -> None:
     config = tmp_path / "config.json"
-    for model_type, code in (("qwen3", 0), ("t5", 1)):
+    for model_type, code, cut in (("qwen3", 0, "chunks"), ("mamba2", 0, "documents"), ("t5", 1, None)):
         config.write_text(json.dumps({"model_type": model_type}))
         assert main(["check", str(config), "--json"]) == code
         result = json.loads(capsys.readouterr().out)
-        assert list(result) == ["model_type", "ok", "max_rel_error", "worst_parameter", "reason"]
-        assert (result["model_type"], result["ok"]) == (model_type, code == 0)
+        assert list(result) == ["model_type", "ok", "max_rel_error", "worst_parameter", "reason", "cut"]
+        assert (result["model_type"], result["ok"], result["cut"]) == (model_type, code == 0, cut)
         assert (result["reason"] is None) == (code == 0)
 
 
