@@ -28,6 +28,7 @@ MISSIONS = [path for path in RECIPES if load_recipe(path).model.path is not None
 BILLIONS = {"quickstart": 0.000342, "text_small": 0.01999, "qwen_1_5b_4gib": 1.544, "8b_8k": 8.030}
 BILLIONS |= dict.fromkeys(("7b_512k", "7b_512k_24gb", "7b_1m"), 7.616)
 BILLIONS |= {"14b_workstation": 14.770, "32b_workstation": 32.764, "32b_512k": 32.764}
+BILLIONS |= {"qwen3_next_80b_24gb": 79.674}
 BILLIONS |= {"70b_gh200": 70.554, "70b_lora_24gb": 70.554, "120b_gh200": 122.610, "120b_moe": 116.829}
 """Parameters, as the models' publishers count them."""
 
@@ -44,7 +45,10 @@ SHRUNK = settings(
 
 def arguments(recipe: str) -> list[str]:
     """Options that make a recipe tiny."""
-    moe = ["--set", "model.overrides.num_local_experts=4"] if recipe == "120b_moe" else []
+    count = {"120b_moe": "num_local_experts", "qwen3_next_80b_24gb": "num_experts"}.get(recipe)
+    moe = [] if count is None else ["--set", f"model.overrides.{count}=4"]
+    if recipe == "qwen3_next_80b_24gb":
+        moe += ["--set", "model.overrides.num_experts_per_tok=2"]
     return ["--from-scratch", "--run-dir", "run", *SHRUNK, *moe]
 
 
@@ -56,9 +60,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_there_are_fourteen() -> None:
+def test_there_are_fifteen() -> None:
     assert {path.stem for path in RECIPES} == BILLIONS.keys()
-    assert (len(RECIPES), len(MISSIONS)) == (14, 11)
+    assert (len(RECIPES), len(MISSIONS)) == (15, 12)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -90,7 +94,7 @@ def test_the_model_is_the_published_one_and_streamed_what_transformers_computes(
     spec = take_apart(config)
     assert to_json(recipe) == before
     assert spec.num_params / 1e9 == pytest.approx(BILLIONS[path.stem], rel=5e-4)
-    assert not spec.recurrent
+    assert not spec.whole_documents
     validate_context(spec, recipe.data.sequence_length)
     if path in MISSIONS:
         with pytest.raises(UserError, match=r"data\.sequence_length: 2097152 tokens exceed"):

@@ -131,7 +131,7 @@ def test_a_stopped_run_resumes_to_the_same_losses_and_export(cli: Cli, whole_run
 
 def test_check_exit_codes(tmp_path: Path, capsys: Captured) -> None:
     config = tmp_path / "config.json"
-    for model_type, code, cut in (("qwen3", 0, "chunks"), ("mamba2", 0, "documents"), ("t5", 1, None)):
+    for model_type, code, cut in (("qwen3", 0, "chunks"), ("mamba", 0, "documents"), ("t5", 1, None)):
         config.write_text(json.dumps({"model_type": model_type}))
         assert main(["check", str(config), "--json"]) == code
         result = json.loads(capsys.readouterr().out)
