@@ -117,6 +117,13 @@ SORTS = {
         {"load_sent", "store_sent", "load_dsent", "store_dsent"},
         lambda plan: any(block.kind == "experts" for block in plan.blocks),
     ),
+    "states": Sort(
+        Case("qwen3_next_80b_24gb", "rtx4090-64"),
+        "model.num_layers=4 model.overrides.num_experts=32 train.global_batch_size=2 train.chunk_tokens=8192",
+        None,
+        {"load_recurrent", "store_recurrent"},
+        lambda plan: any(block.recurrent for block in plan.blocks),
+    ),
     "24gb": Sort(
         Case("7b_1m", "rtx4090-64", STREAMED, 16384),
         "model.num_layers=2 data.sequence_length=131072 budgets.ram=12GiB",

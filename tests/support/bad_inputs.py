@@ -374,7 +374,7 @@ def _machines() -> Iterator[Bad]:
 
 def _arguments() -> Iterator[Bad]:
     commands = {
-        "train": 1, "plan": 1, "resume": 1, "pause": 1, "stop": 1, "checkpoint": 1, "scrub": 1, "lanes": 1, "check": 1,
+        "train": 1, "plan": 1, "resume": 1, "pause": 1, "stop": 1, "checkpoint": 1, "scrub": 1, "lanes": 1, "check": 0,
         "export": 2, "trace": 1, "runs": 0, "probe": 0, "bench step": 0, "bench storage": 1, "bench plan": 0,
     }  # fmt: skip
     wrong = [["nonsense"], ["bench", "nonsense"], ["--nonsense"], ["plan", "tiny.py", "--set"]]

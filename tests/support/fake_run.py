@@ -96,7 +96,7 @@ def export(run_dir: Path, recipe: Recipe, *, out_dir: Path, **_: Any) -> SimpleN
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "config.json").write_text(committed)
     counts = {"step": int(committed), "num_params": 1, "num_trained": 1}
-    return SimpleNamespace(model_type="none", adapter=None, remarks=[], **counts)
+    return SimpleNamespace(model_type="none", auto_class="AutoModel", adapter=None, remarks=[], **counts)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "get_device_properties": lambda device: card,
         "mem_get_info": lambda device: (card.free_bytes, card.total_memory),
         "memory_reserved": lambda device: card.reserved,
+        "get_per_process_memory_fraction": lambda device: 1.0,
         "set_per_process_memory_fraction": lambda share, device: card.fractions.append((share, device)),
         "reset_peak_memory_stats": lambda device: None,
         "max_memory_allocated": lambda device: 3 * GIB,

@@ -243,7 +243,6 @@ def test_an_activation_is_computed_without_its_optional_package(monkeypatch: pyt
 @pytest.mark.parametrize(("config", "message"), [
     (T5Config(), "encoder-decoder"),
     (PretrainedConfig(), "not a causal language model"),
-    (CONFIG_MAPPING["llava"](), "takes more than text.* save its language model, of type 'llama'"),
     (CONFIG_MAPPING["vit"](hidden_dropout_prob=0.0), "not a causal language model"),
     (qwen3(attention_dropout=0.1), "attention_dropout is 0.1"),
     (GPT2Config(), "resid_pdrop is 0.1"),
