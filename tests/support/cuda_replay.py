@@ -34,6 +34,7 @@ from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.anatomy import model_spec
 from penstock.engine.model.layer_graph import Projection
 from penstock.engine.model.layers import LayerInputs
+from penstock.engine.model.recurrence import Segment
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.skeleton import LayerCall
 from penstock.engine.model.spec import ModelSpec
@@ -150,6 +151,10 @@ class Arithmetic:
         self._cuda.use(tables, write=True)
         return LayerInputs((LayerCall((tables,), {}),))
 
+    def segments(self, positions: Tensor, longest: Any, start: int, documents: Sequence[int]) -> list[Segment]:
+        """A chunk as one document, which began before it where it can have."""
+        return [Segment(0, positions.numel(), start > 0, self.inputs(positions, longest).calls)]
+
     def embed(self, weights: Tensors, ids: Tensor, positions: Tensor) -> Tensor:
         self._cuda.use(*weights.values(), ids, positions, write=False)
         return self._result(ids.numel())
@@ -196,6 +201,42 @@ class Arithmetic:
         self._attend(state)
         self._send(index, x.shape[0])
         return self._result(x.shape[0])
+
+    def segment_handlers(self, index: int, state: State) -> State:
+        return state
+
+    def _states(self, index: int) -> list[Tensor]:
+        state = self.spec.states[index]
+        assert state is not None
+        dtypes = ((each.shape, torch.float32 if each.float32 else self.dtype) for each in state.tensors)
+        return [self._cuda.scratch(*shape, dtype=dtype) for shape, dtype in dtypes]
+
+    def forward_segments(
+        self, index: int, weights: Tensors, x: Tensor, segments: Sequence[Segment], state: State, before: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        self._read(weights, LayerInputs(segments[0].calls), x, *(before or ()))
+        self._attend(state)
+        self._send(index, x.shape[0])
+        return self._result(x.shape[0]), self._states(index)
+
+    def backward_segments(
+        self,
+        index: int,
+        weights: Tensors,
+        x: Tensor,
+        dy: Tensor,
+        segments: Sequence[Segment],
+        state: State,
+        before: Any,
+        dbehind: Sequence[Tensor],
+        grads: Tensors,
+        *,
+        dsent: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        self._cuda.use(*(before or ()), *dbehind, write=False)
+        inputs = LayerInputs(segments[0].calls)
+        dx = self.backward(index, weights, x, dy, inputs, state, grads, dsent=dsent)
+        return dx, self._states(index) if before else ()
 
     def _send(self, index: int, tokens: int) -> None:
         self.sent = self._scratch(tokens, self.spec.sent)
