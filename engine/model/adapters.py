@@ -151,6 +151,13 @@ def require_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig)
     return targets
 
 
+def smallest_side(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> int:
+    """The largest rank that fits all that the adapter stands beside."""
+    targets, shapes = find_targets(model, layers, adapter), dict(model.named_parameters(remove_duplicate=False))
+    names = (*(f"{module}.weight" for module in targets.modules), *targets.parameters)
+    return min((min(shapes[name].shape[-2:]) for name in names), default=adapter.rank)
+
+
 def _no_match(model: PreTrainedModel, layers: str, target: str) -> str:
     shown = one_line(target, 80)
     if any(_fits(name, target) for name, _ in model.named_modules() if name):

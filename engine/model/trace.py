@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,18 @@ class _Seen:
         return self.output[0] if isinstance(self.output, tuple) else self.output
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the block torch computes on one thread: between the tensors of a small model others only wait, on a busy
+    machine for milliseconds each time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def random_model(
     config: PretrainedConfig, seed: int = 0, experts: str | None = None, adapter: AdapterConfig | None = None
 ) -> PreTrainedModel:
@@ -89,6 +101,7 @@ def random_model(
     return model
 
 
+@one_thread()
 def run_trial(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> Trial:
     """Run the (already shrunk) model of `config`, with its `adapter`, and see what depends on what. Raises UserError
     naming what makes the model impossible to stream."""

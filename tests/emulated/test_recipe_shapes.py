@@ -51,6 +51,8 @@ def small_model(model: ModelConfig) -> ModelConfig:
     if "num_local_experts" in model.overrides:
         overrides |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}
         overrides["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    if model.model_type == "qwen3_next":
+        overrides |= tiny.HYBRID
     shape = {"num_layers": 3, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 300}
     return replace(model, path=None, **shape, num_heads=4, num_kv_heads=2, head_dim=8, overrides=overrides)
 

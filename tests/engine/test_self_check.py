@@ -305,6 +305,12 @@ def test_new_adapters_begin_as_pefts_do() -> None:
     assert torch.allclose(built(input_ids=ids[None]).logits, logits, atol=1e-5)
 
 
+def test_a_rank_that_fits_the_model_fits_its_small_copy() -> None:
+    """Whose narrowest projection has eight rows."""
+    result = check_model(CONFIG_MAPPING["qwen3_next"](num_hidden_layers=2), adapter=adapted.section("lora", rank=16))
+    assert result.ok, result.reason
+
+
 def test_targets_by_pattern_make_layers_of_two_structures() -> None:
     """And a tied embedding is not merged."""
     spec = take_apart(adapted.config("qwen3"), adapter=adapted.section("lora", targets=["model.layers.1.*"]))
