@@ -30,7 +30,6 @@ from penstock.engine.data.loader import DataLoader, ValidationSet, make_loader, 
 from penstock.engine.export import export
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import model_spec
-from penstock.engine.model.spec import layouts
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.opening import open_session
 from penstock.engine.runtime.state import read_parameters
@@ -227,8 +226,8 @@ def _penstock(recipe: Recipe, run_dir: Path, every: int) -> Iterable[dict[str, W
             if step % every == 0:
                 session.finish()
                 masters: Weights = {}
-                for name, layout in layouts(session.spec).items():
-                    masters |= read_parameters(session.store, name, layout)
+                for name, buffer in session.spec.buffers.items():
+                    masters |= read_parameters(session.store, name, buffer)
                 yield {"weights": {n: master.bfloat16() for n, master in masters.items()}, "masters": masters}
 
 

@@ -166,7 +166,7 @@ def plain(setup: Setup, folder: Path) -> dict[str, Any]:
     """The same of plain PyTorch, from the weights that `open_drawn` draws, float32, by the model's own names."""
     loader = loader_of(setup, folder)
     batches = [[PlainBatch(batch.ids, batch.labels) for batch in loader.next_step()] for _ in range(STEPS)]
-    flat, drawn = layouts(setup.spec), DrawnState(setup.plan, layouts(setup.spec))
+    flat, drawn = layouts(setup.spec), DrawnState(setup.plan, setup.spec.buffers)
     weights = {name: values for buffer in flat for name, values in drawn.weights(buffer).items()}
     steps = []
     # cuDNN's kernel is one of those that Penstock chooses among: not what it is compared with.

@@ -24,12 +24,11 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
-from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks, layouts
+from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
 from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.runtime.sources import RunSource
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.files.errors import UserError
-from penstock.storage.tier.layout import FlatLayout
 
 SHARD_BYTES = 5 * 10**9
 
@@ -59,7 +58,7 @@ def export(
 ) -> Exported:
     """Write the last committed generation of a run, or a checkpoint's, as a Hugging Face folder, block by block; of a
     run that trains an adapter a folder of that, or, with `merged` and where the base is random weights, the base with
-    it.
+    it. A base that was quantised is written as the run computed with it.
 
     `dtype` of the trained tensors: a torch dtype's name, or auto: each as in the model that the run began with, an
     adapter's float32. The run, which may be running, is only read. Raises UserError when it has no generation,
@@ -69,10 +68,9 @@ def export(
         named, recipe, lacks_model = recipe.model.path, run.recipe, run.lacks_model
         spec, origin, stored = run.spec, run.origin, run.stored
         adapter, constants = spec.adapter, run.constants
-        flat: dict[str, FlatLayout] = layouts(spec)
 
         def parameters(name: str) -> Mapping[str, Tensor]:
-            return read_parameters(run.store, name, flat[name])
+            return read_parameters(run.store, name, spec.buffers[name])
 
         alone = adapter is not None and not merged and origin is None
         merged = merged or alone
@@ -95,6 +93,7 @@ def export(
             whole = spec
             read: weights.ReadBuffer = parameters
             fixed = {array.buffer: getattr(torch, array.dtype) for array in run.store.arrays() if array.fixed}
+            fixed = {name: dtype for name, dtype in fixed.items() if not spec.buffers[name].stored}
             if fixed and like is not None:
                 read = _unrounded(spec, parameters, fixed, like, rows)
             if adapter is not None:

@@ -243,7 +243,7 @@ class OpenedModel(Texts):
 
     def describe(self) -> str:
         """The model and what it is computed in, in words."""
-        total = sum(buffer.numel * buffer.weight_bytes for buffer in whole_buffers(self.spec, self._query.dtype))
+        total = sum(buffer.nbytes for buffer in whole_buffers(self.spec, self._query.dtype))
         return f"{params_text(self.spec.num_params)} parameters in {self._query.dtype}, {bytes_text(total)}"
 
     def estimate(self, prompt_tokens: int, sequences: int, new_tokens: int) -> Estimate:

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.engine.attention.select import attention_report, measured
 from penstock.engine.config import (
     AdapterConfig,
+    ModelConfig,
     Recipe,
     Share,
     StorageConfig,
@@ -51,7 +52,8 @@ from penstock.engine.machine.profile import Machine
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.adapter_values import with_adapter
 from penstock.engine.model.anatomy import Initializer, initial_constants
-from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.stored import BLOCK
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.plan.plan import Plan
 from penstock.engine.preparing import Checklist
@@ -163,7 +165,7 @@ def open_session(
         with checklist.step("searching a plan"):
             result = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
         with checklist.step("self-check"):
-            _refuse_unless_exact(spec, train, result.plan, observer, device)
+            _refuse_unless_exact(spec, recipe, result.plan, observer, device)
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
         recorded, kernels = None, None
         if going_on:
@@ -173,7 +175,7 @@ def open_session(
                 )
                 undo.callback(store.close)
                 require_record(store)
-                _require_same_adapter(store, recipe)
+                _require_same_model(store, recipe)
                 _require_same_state(store, result.plan)
                 if checkpoint is not None:
                     store.restore(checkpoint)
@@ -195,7 +197,7 @@ def open_session(
                 undo.callback(store.close)
                 if new_rows is not None:
                     observer.on_message(new_rows.describe(len(recipe.model.added_tokens)))
-                _fill_new(store, spec, recipe, loader, identity, new_rows, start)
+                _fill_new(store, spec, recipe, loader, identity, new_rows, start, observer)
         for warning in store.warnings:
             observer.on_message(warning)
         if uploads is not None:
@@ -361,16 +363,15 @@ def _describe(
         observer.on_message(note)
 
 
-def _refuse_unless_exact(
-    spec: ModelSpec, train: TrainConfig, plan: Plan, observer: Observer, device: torch.device
-) -> None:
+def _refuse_unless_exact(spec: ModelSpec, recipe: Recipe, plan: Plan, observer: Observer, device: torch.device) -> None:
     """The self-check: a model is trained only if its streamed gradients are those of transformers."""
     result = check_model(
         spec.config,
         pieces=plan.streamed,
-        router_aux_loss=train.router_aux_loss,
+        router_aux_loss=recipe.train.router_aux_loss,
         adapter=spec.adapter,
-        split_layers=train.split_layers,
+        split_layers=recipe.train.split_layers,
+        frozen_format=recipe.model.frozen_format if spec.adapter is not None else "compute",
         device=device,
     )
     if not result.ok:
@@ -380,8 +381,8 @@ def _refuse_unless_exact(
     )
 
 
-def _require_same_adapter(store: NvmeStore, recipe: Recipe) -> None:
-    """UserError unless the adapter section makes the model that the store's generation was trained as."""
+def _require_same_model(store: NvmeStore, recipe: Recipe) -> None:
+    """UserError unless adapter and frozen weights make the model that the store's generation was trained as."""
     before = store.meta.get("fields")
     if not isinstance(before, dict):
         return
@@ -393,6 +394,12 @@ def _require_same_adapter(store: NvmeStore, recipe: Recipe) -> None:
                 f"adapter.{name}: {now} in the recipe, {was} in the run: the state in {store.root} is of that adapter; "
                 f"restore adapter.{name}, or begin a new run"
             )
+    was, now = before.get("model.frozen_format", ModelConfig().frozen_format), recipe.model.frozen_format
+    if was != now:
+        raise UserError(
+            f"model.frozen_format: {now} in the recipe, {was} in the run: the frozen weights in {store.root} are "
+            "stored so; restore model.frozen_format, or begin a new run"
+        )
 
 
 def _require_same_state(store: NvmeStore, plan: Plan) -> None:
@@ -436,11 +443,19 @@ def _fill_new(
     identity: dict[str, Any],
     new_rows: weights.NewRows | None,
     start: Start | None,
+    observer: Observer,
 ) -> None:
     """Commit the imported or initialised model as the first generation."""
     constants, buffers = first_values(spec, recipe, new_rows, start)
     crc = write_constants(store.root / CONSTANTS_FILE, constants)
-    fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity | {"constants": crc}))
+    meta = run_meta(0, 0, loader.cursor, identity | {"constants": crc})
+    error = fill_store(store, buffers, spec.buffers, meta)
+    if recipe.model.frozen_format != "compute":
+        matrices = sum(len(buffer.stored.quantised) for buffer in spec.buffers.values() if buffer.stored)
+        observer.on_message(
+            f"model.frozen_format={recipe.model.frozen_format}: {matrices:,} frozen matrices are quantised in blocks "
+            f"of {BLOCK} values; the largest relative error of one is {error:.2%}"
+        )
 
 
 def first_values(

@@ -25,12 +25,13 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.forecast.problem import block_shapes, whole_buffers
 from penstock.engine.model.adapters import inject, is_adapter, smallest_side
 from penstock.engine.model.anatomy import refuse_unsupported, take_apart
+from penstock.engine.model.quantise import as_held, quantised
 from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.skeleton import LengthState, build, find_layers, from_config
-from penstock.engine.model.spec import ModelSpec, layouts
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.model.trace import one_thread, random_model
 from penstock.engine.optim.base import MASTER
@@ -87,13 +88,15 @@ def check_model(
     adapter: AdapterConfig | None = None,
     split_layers: str | None = None,
     device: torch.device = CPU,
+    frozen_format: str = "compute",
 ) -> CheckResult:
     """Stream a shrunk copy of the model of `config` and compare loss and gradients with plain transformers (float32).
 
     With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it. With
     `router_aux_loss`, or where the config switches it on (TrainConfig), a mixture of experts balances its routers. With
     an `adapter` transformers' model has peft's layers, and what is compared is the adapter's gradients. With
-    `split_layers` that part of a layer is a block of its own.
+    `split_layers` that part of a layer is a block of its own. With a `frozen_format` what is frozen is streamed so, and
+    transformers' model has it dequantised.
 
     Some architectures amplify float32 rounding beyond the tolerance, in plain transformers as well (attention scores
     that are not scaled down, for example). What fails narrowly is therefore compared once more in float64, where such
@@ -108,7 +111,7 @@ def check_model(
     """
     kind, cut = config.model_type, None
     try:
-        small, spec = _small_model(config, adapter, split_layers)
+        small, spec = _small_model(config, adapter, split_layers, frozen_format)
         cut = "documents" if spec.whole_documents else "chunks"
         aux = router_coefficient(small, router_aux_loss, whole_documents=spec.whole_documents)
         errors = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux)
@@ -137,7 +140,7 @@ def check_model(
 
 
 def _small_model(
-    config: PretrainedConfig, adapter: AdapterConfig | None, split_layers: str | None
+    config: PretrainedConfig, adapter: AdapterConfig | None, split_layers: str | None, frozen_format: str
 ) -> tuple[PretrainedConfig, ModelSpec]:
     refuse_unsupported(config)
     preparing.report(detail="making a small copy of the model")
@@ -146,7 +149,7 @@ def _small_model(
         if adapter is not None:
             bare = build(small)
             adapter = replace(adapter, rank=min(adapter.rank, smallest_side(bare, find_layers(bare)[0], adapter)))
-        return small, take_apart(small, adapter=adapter, split_layers=split_layers)
+        return small, take_apart(small, adapter=adapter, split_layers=split_layers, frozen_format=frozen_format)
 
 
 class _InFloat64(TorchFunctionMode):
@@ -182,6 +185,11 @@ def _compare(
         small._experts_implementation = "eager"  # the others compute in at most float32
         spec = replace(spec, config=small)
     source = random_model(small, seed, adapter=spec.adapter)
+    given = {name: p.detach() for name, p in source.named_parameters()}
+    for buffer in spec.buffers.values():
+        if buffer.stored is not None:
+            for name, value in as_held(buffer, given).items():
+                source.get_parameter(name).data = value
     preparing.report(detail=f"transformers' own gradients, {_name(dtype)}")
     precise = _InFloat64() if dtype == torch.float64 else contextlib.nullcontext()
     with refused("transformers' own forward fails"), precise:
@@ -196,7 +204,7 @@ def _compare(
         runner = ModelRunner(spec, device=device, dtype=dtype, constants=constants, router_aux_loss=aux)
         batch = [MicroBatch.of(row) for row in rows]
         if dtype == torch.float32:
-            loss, grads = _streamed(runner, parameters, batch, chunk_tokens, pieces)
+            loss, grads = _streamed(runner, given, batch, chunk_tokens, pieces)
         else:  # by the step in plain words, which any dtype has
             weights = in_buffers(spec, parameters)
             grads = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
@@ -270,12 +278,16 @@ class _Parameters:
     """Where a plan's memory is filled from: parameters by name."""
 
     def __init__(self, spec: ModelSpec, parameters: Mapping[str, Tensor]) -> None:
-        self._flat, self._parameters = layouts(spec), parameters
+        self._buffers, self._parameters = spec.buffers, parameters
 
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         """Fill all of a buffer, of the kind "master" or "weights"."""
-        for name, view in self._flat[buffer].views(out).items():
-            view.copy_(self._parameters[name])
+        spec = self._buffers[buffer]
+        if spec.stored is not None:
+            out.copy_(quantised(spec.stored, self._parameters)[0])
+        else:
+            for name, view in spec.layout.views(out).items():
+                view.copy_(self._parameters[name])
         return gather([])
 
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from penstock.engine.preparing import Listener
 
 _DATA = ("name", "machine", "model.", "data.")
-"""Fields that decide what is tokenised with what."""
+"""Fields that decide what is tokenised with what, but for `_OF_TRAINING`."""
+_OF_TRAINING = "model.frozen_format"
 _PROMPT_TOKENS = 400
 """Of a sample's prompt, at most."""
 _TEXT_PROMPT_TOKENS = 24
@@ -138,15 +139,19 @@ def first_recipe(model: str, data: str, overrides: Sequence[str], *, machine: st
         model=ModelConfig(path=model_path),
         data=look_at(DataConfig(path=data_path), given_values(overrides)),
     )
-    own = [text for text in overrides if text.partition("=")[0].strip().startswith(_DATA)]
+    own = [text for text in overrides if _is_of_data(text.partition("=")[0].strip())]
     return resolve_paths(apply_overrides(recipe, own), Path.cwd())
+
+
+def _is_of_data(key: str) -> bool:
+    return key.startswith(_DATA) and key != _OF_TRAINING
 
 
 def require_of_data(overrides: Sequence[str]) -> None:
     """UserError for a field that says nothing of how data is read."""
     for text in overrides:
         key = text.partition("=")[0].strip()
-        if not key.startswith(_DATA):
+        if not _is_of_data(key):
             raise UserError(f"--set {one_line(key, 60)}: has no effect on how data is read; leave it out")
 
 

@@ -47,7 +47,7 @@ _LONG = Synonym("data.long_documents", "split, cut or drop")
 _PUSH = Synonym("after.push", "OWNER/NAME; none uploads nothing")
 _NO_LENGTHS = Synonym("", "padding costs nothing, so rows are not sorted by length; data.packing fills them")
 _NO_NEFTUNE = Synonym("", "NEFTune is not supported: no noise is added to embeddings")
-_NO_QUANTISATION = Synonym("", "quantisation is not supported: a frozen base stays in train.compute_dtype")
+_QUANTISED = Synonym("model.frozen_format", "nf4 or int8, of what is frozen beside an adapter")
 _NO_CLUSTER = Synonym("", "a run uses one GPU of one machine; `penstock cluster` uses several")
 
 SYNONYMS: dict[str, Synonym] = {
@@ -122,7 +122,7 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("max_position_embeddings",), Synonym("model.max_position")),
     **dict.fromkeys(("tie_word_embeddings",), Synonym("model.tie_embeddings")),
     **dict.fromkeys(("offload_folder", "nvme_path", "offload_dir"), Synonym("storage.nvme")),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), _NO_QUANTISATION),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_quant_type"), _QUANTISED),
     **dict.fromkeys(("lora_r", "lora_rank"), _RANK),
     **dict.fromkeys(("lora_alpha",), Synonym("adapter.alpha")),
     **dict.fromkeys(("use_lora", "use_dora", "use_rslora", "peft_type", "finetuning_type"), _ADAPTER),

@@ -23,7 +23,8 @@ from penstock.engine.kernels import choose_kernels, kernel_query
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.compilers import find_compilation
 from penstock.engine.machine.presets import this_machine
-from penstock.engine.model.spec import layouts
+from penstock.engine.model.quantise import quantised
+from penstock.engine.model.spec import BufferSpec
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.opening import typical_batch
 from penstock.engine.optim.base import MASTER
@@ -35,7 +36,6 @@ from penstock.engine.runtime.sources import WEIGHTS
 from penstock.engine.runtime.state import fill_store, state_arrays
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.storage.generations.store import NvmeStore
-from penstock.storage.tier.layout import FlatLayout
 from penstock.storage.tier.manifest import ArraySpec
 from penstock.storage.tier.readers import Readers
 
@@ -122,7 +122,7 @@ def open_drawn(
             loader = loader_of(setup, folder)
         identity = run_identity(setup.recipe)
         meta = run_meta(0, 0, loader.cursor, identity)
-        store = _drawn_store(folder / "state", setup.plan, layouts(setup.spec), meta, setup.readers)
+        store = _drawn_store(folder / "state", setup.plan, setup.spec.buffers, meta, setup.readers)
         undo.callback(store.close)
         session = Session(
             spec=setup.spec,
@@ -146,8 +146,8 @@ class DrawnState:
     weights, at the speed of a copy.
     """
 
-    def __init__(self, plan: Plan, layouts: dict[str, FlatLayout]) -> None:
-        self._plan, self._layouts = plan, layouts
+    def __init__(self, plan: Plan, buffers: Mapping[str, BufferSpec]) -> None:
+        self._plan, self._buffers = plan, buffers
         self._pool = torch.randn(_POOL_NUMEL, generator=torch.Generator().manual_seed(0)) * _STD
 
     def fill(self, buffer: str, kind: str, part: int, out: Tensor) -> None:
@@ -156,7 +156,15 @@ class DrawnState:
         if kind not in (MASTER, WEIGHTS):
             return
         start, end = self._plan.buffers[buffer].part(part)
-        layout = self._layouts[buffer]
+        stored = self._buffers[buffer].stored
+        if stored is not None:
+            out.copy_(quantised(stored, self.weights(buffer))[0][start:end])
+        else:
+            self._draw(buffer, start, end, out)
+
+    def _draw(self, buffer: str, start: int, end: int, out: Tensor) -> None:
+        """Write the elements [start, end) of a buffer's weights, as they are computed with, into `out` of zeros."""
+        layout = self._buffers[buffer].layout
         for param in layout.params:
             first = max(start, layout.offsets[param.name])
             last = min(end, layout.offsets[param.name] + param.numel)
@@ -169,11 +177,9 @@ class DrawnState:
 
     def weights(self, buffer: str) -> dict[str, Tensor]:
         """The master weights of a buffer by parameter, float32."""
-        layout = self._layouts[buffer]
-        values = torch.empty(layout.numel)
-        for part in range(self._plan.buffers[buffer].num_parts):
-            start, end = self._plan.buffers[buffer].part(part)
-            self.fill(buffer, MASTER, part, values[start:end])
+        layout = self._buffers[buffer].layout
+        values = torch.zeros(layout.numel)
+        self._draw(buffer, 0, layout.numel, values)
         return layout.views(values)
 
     def _cut(self, out: Tensor, position: int) -> None:
@@ -209,17 +215,17 @@ class DrawnStore:
 
 
 def _drawn_store(
-    root: Path, plan: Plan, layouts: dict[str, FlatLayout], meta: dict[str, Any], readers: Readers
+    root: Path, plan: Plan, buffers: Mapping[str, BufferSpec], meta: dict[str, Any], readers: Readers
 ) -> DrawnStore:
     """A store in `root` whose first generation is a new model."""
     whole = state_arrays(plan)
     tiers = {name: buffer.weights if buffer.frozen else buffer.state for name, buffer in plan.buffers.items()}
     arrays = [array for array in whole if tiers[array.buffer] == "nvme"]
     store = NvmeStore.create(root, arrays, budget_bytes=None, readers=readers)
-    drawn = DrawnState(plan, layouts)
+    drawn = DrawnState(plan, buffers)
     held = dict.fromkeys(array.buffer for array in arrays)
     try:
-        fill_store(store, ((name, drawn.weights(name)) for name in held), layouts, meta)
+        fill_store(store, ((name, drawn.weights(name)) for name in held), buffers, meta)
     except BaseException:
         store.close()
         raise

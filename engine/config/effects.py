@@ -97,6 +97,11 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
         "adapter.method is none; set adapter.method to lora, dora or rslora",
     ),
     (
+        "model.frozen_format",
+        lambda r: r.adapter.is_used or bool(r.train.freeze),
+        "nothing is frozen; set adapter.method to lora, dora or rslora, or freeze matrices with train.freeze",
+    ),
+    (
         "data.path",
         lambda r: r.data.source not in PATHLESS,
         "data.source={sources} reads no path; set data.source=auto, or the format of the data",

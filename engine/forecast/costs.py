@@ -108,7 +108,7 @@ class Costs:
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
         own = {block.name: [plan.buffers[name] for name in block.buffers] for block in plan.blocks}
-        self._numel = {name: sum(b.numel for b in buffers) for name, buffers in own.items()}
+        self._numel = {name: sum(b.computed_numel for b in buffers) for name, buffers in own.items()}
         self._trained = {name: sum(b.numel for b in buffers if not b.frozen) for name, buffers in own.items()}
         self._pairs: dict[tuple[Any, ...], int] = {}
         self._known: dict[tuple[Any, ...], float] = {}
@@ -122,6 +122,7 @@ class Costs:
         by_cost: dict[Cost, Callable[[Op], float]] = {
             Cost.BLOCK: self._block,
             Cost.BUFFER: self._buffer,
+            Cost.DEQUANTISE: self._dequantise,
             Cost.COPY: self._copy,
             Cost.UPDATE: self._update_seconds,
             Cost.REPORT: lambda op: CLIP_S,
@@ -161,6 +162,11 @@ class Costs:
         numel = self.plan.buffers[op.block].numel
         moved = self._update_bytes if op.action.phase == "update" else FP32
         return COPY_S + numel * moved / self._machine.gpu_copy_bytes_per_s
+
+    def _dequantise(self, op: Op) -> float:
+        buffer = self.plan.buffers[op.block]
+        made = buffer.copy_numel * self.plan.problem.compute_bytes
+        return COPY_S + (buffer.nbytes + made) / self._machine.gpu_copy_bytes_per_s
 
     # ------------------------------------------------------------------ compute
 

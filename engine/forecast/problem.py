@@ -10,7 +10,7 @@ from penstock.engine.attention import workspace
 from penstock.engine.config import Recipe, SamplesConfig
 from penstock.engine.forecast.costs import representatives
 from penstock.engine.forecast.flops import block_matmul, projection_matmul, trained_matmul, unread_matmul
-from penstock.engine.model.spec import BlockSpec, ModelSpec, graph_key
+from penstock.engine.model.spec import BlockSpec, BufferSpec, ModelSpec, graph_key
 from penstock.engine.plan.problem import (
     BYTES_PER_TOKEN,
     CUBLAS_WORKSPACE_BYTES,
@@ -119,17 +119,20 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
 
 
 def whole_buffers(spec: ModelSpec, dtype: str) -> tuple[BufferShape, ...]:
-    """The flat buffers, of one part each, with weights of that dtype."""
-    return tuple(
-        BufferShape(
-            name=name,
-            numel=(numel := b.layout.numel),
-            part_numel=numel,
-            dtype="float32" if b.float32 else dtype,
-            frozen=b.frozen,
-            float32=b.float32,
-        )
-        for name, b in spec.buffers.items()
+    """The flat buffers, of one part each, computed with in that dtype."""
+    return tuple(buffer_shape(name, buffer, buffer.numel, dtype) for name, buffer in spec.buffers.items())
+
+
+def buffer_shape(name: str, buffer: BufferSpec, part_numel: int, dtype: str) -> BufferShape:
+    """A flat buffer as the planner sees it, in parts of so many elements, computed with in `dtype`."""
+    return BufferShape(
+        name=name,
+        numel=buffer.numel,
+        part_numel=part_numel,
+        dtype=buffer.dtype(dtype),
+        frozen=buffer.frozen,
+        float32=buffer.float32,
+        copy_numel=0 if buffer.stored is None else buffer.layout.numel,
     )
 
 
@@ -196,6 +199,8 @@ def temporaries_bytes(
     """What the largest compute op takes beside its slots, and on a GPU what a pass takes beside all ops."""
     result = workspace_bytes(spec, tokens, compute_bytes, logits_bytes or LOGITS_BYTES[device_type])
     result += adapter_workspace(spec, compute_bytes)
+    # Weights are dequantised while no other op computes.
+    result = max([result, *(buffer.stored.work_bytes for buffer in spec.buffers.values() if buffer.stored)])
     if device_type == "cuda":
         result += attention_workspace(spec, tokens, stream_tokens, deterministic=deterministic)
         result += min(result // 8, HOLES_BYTES)

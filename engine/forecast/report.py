@@ -140,7 +140,10 @@ def _frozen_json(task: PlanRequest, plan: Plan) -> dict[str, Any]:
         return {}
     trained = p.compute_bytes + p.gradient_bytes + len(p.state_kinds) * FP32
     params = spec.num_params - spec.num_trained
-    return {"frozen": {"params": params, "param_bytes": p.compute_bytes, "trained_param_bytes": trained}}
+    each: float = p.compute_bytes
+    if p.copy_bytes:  # the scales and tables, which are not quantised, included
+        each = round(sum(buffer.nbytes for buffer in p.buffers if buffer.frozen) / params, 2)
+    return {"frozen": {"params": params, "param_bytes": each, "trained_param_bytes": trained}}
 
 
 def _whole_run(task: PlanRequest, plan: Plan, on: Conditions, simulation: Simulation) -> dict[str, Any]:

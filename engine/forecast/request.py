@@ -13,6 +13,7 @@ from penstock.engine.forecast.least import MemoryTier, NoPlanError, helps, least
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
     block_shapes,
+    buffer_shape,
     learned,
     most_prompt_tokens,
     retained_generations,
@@ -40,13 +41,11 @@ def buffer_shapes(spec: ModelSpec, recipe: Recipe) -> tuple[BufferShape, ...]:
     part_bytes = parse_bytes(recipe.storage.part_bytes, "storage.part_bytes")
     whole = find_optimizer(recipe.train).granularity == "parameter"
     return tuple(
-        BufferShape(
-            name=name,
-            numel=buffer.layout.numel,
-            part_numel=buffer.layout.numel if whole else part_numel_even(buffer.layout.numel, part_bytes // FP32),
-            dtype="float32" if buffer.float32 else recipe.train.compute_dtype,
-            frozen=buffer.frozen,
-            float32=buffer.float32,
+        buffer_shape(
+            name,
+            buffer,
+            buffer.numel if whole else part_numel_even(buffer.numel, part_bytes // FP32),
+            recipe.train.compute_dtype,
         )
         for name, buffer in spec.buffers.items()
     )

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from penstock.engine.model import skeleton
 from penstock.engine.model.adapters import MAGNITUDE, adapted_module, is_adapter, plain_name
+from penstock.engine.model.quantise import as_held
 from penstock.engine.model.skeleton import Tensors
-from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.spec import BufferSpec, ModelSpec
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.layout import ParamSpec
 
@@ -32,9 +33,10 @@ class AdapterLayers:
         self._layers: dict[str, Any] = {n: m for n, m in self._model.named_modules() if isinstance(m, LoraLayer)}
         self.bases = {name: names[id(_base_of(layer)[0])] for name, layer in self._layers.items()}
 
-    def row_norms(self, values: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The first magnitudes of dora, float32: lengths of the rows of the matrices among `values`, which count as
-        `dtype` holds them; by the magnitude's name."""
+    def row_norms(self, buffer: BufferSpec, values: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The first magnitudes of dora, float32: lengths of the rows of the matrices among the `values` of a buffer,
+        which count as it stores them and `dtype` holds them; by the magnitude's name."""
+        values = as_held(buffer, values)
         result = {}
         for module, base in self.bases.items():
             if base in values:
@@ -114,7 +116,8 @@ def with_adapter(
     start: Tensors | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The buffers of `base`, each followed by those of the adapter that are known by then; all float32. Values are of
-    `start`, or drawn by `seed`, dora's magnitudes as lengths of the rows of the base as `dtype` holds it."""
+    `start`, or drawn by `seed`, dora's magnitudes as lengths of the rows of the base as it is stored and as `dtype`
+    holds it."""
     adapter = spec.adapter
     assert adapter is not None
     waiting = {n: b.params for n, b in spec.buffers.items() if all(is_adapter(p.name) for p in b.params)}
@@ -124,7 +127,7 @@ def with_adapter(
         known |= {p.name: v for params in waiting.values() for p in params if (v := _drawn(p, seed)) is not None}
     for buffer, values in base:
         if measured is not None:
-            known |= measured.row_norms(values, dtype)
+            known |= measured.row_norms(spec.buffers[buffer], values, dtype)
         yield buffer, values
         del values
         for name in [name for name, params in waiting.items() if all(p.name in known for p in params)]:

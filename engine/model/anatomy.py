@@ -49,12 +49,14 @@ def take_apart(
     adapter: AdapterConfig | None = None,
     *,
     split_layers: str | None = None,
+    frozen_format: str = "compute",
 ) -> ModelSpec:
     """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
     `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is
-    all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches). Raises UserError
-    for what cannot be trained, and for patterns that fit nothing or leave nothing to be trained.
+    all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches). `frozen_format`:
+    of the layers' matrices that are never trained (ModelConfig.frozen_format). Raises UserError for what cannot be
+    trained, and for patterns that fit nothing or leave nothing to be trained.
     """
     refuse_unsupported(config)
     if adapter is not None:
@@ -85,7 +87,7 @@ def take_apart(
     with refused(f"{kind}: transformers cannot build the model in bfloat16", with_type=False):
         float32 = float32_names(model, prefix, names, small, stand_ins)
     structures = _structures(prefix, layers, stays, float32)
-    buffers = _split(whole, stays, float32)
+    buffers = _split(whole, stays, float32, None if frozen_format == "compute" else frozen_format)
     blocks = [BlockSpec(EMBED, "embed", _own(EMBED, buffers))]
     for i in range(len(layers)):
         name = f"layers.{i}"
@@ -146,13 +148,24 @@ def take_apart(
             f"train.freeze: all {spec.num_params:,} parameters are frozen, so nothing is left to train; remove a "
             "pattern"
         )
+    if frozen_format != "compute" and all(buffer.format is None for buffer in buffers.values()):
+        raise UserError(
+            f"model.frozen_format: {frozen_format}, but no matrix of a layer is frozen; leave it out, or freeze some "
+            "with train.freeze"
+        )
     return spec
 
 
 def spec_of_recipe(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
     """The model taken apart as a run of the recipe trains it."""
     adapter = recipe.adapter if recipe.adapter.is_used else None
-    return take_apart(config, recipe.train.freeze, adapter, split_layers=recipe.train.split_layers)
+    return take_apart(
+        config,
+        recipe.train.freeze,
+        adapter,
+        split_layers=recipe.train.split_layers,
+        frozen_format=recipe.model.frozen_format,
+    )
 
 
 def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
@@ -380,14 +393,18 @@ _SORTS = tuple({"float32": float32, "frozen": frozen} for float32 in (False, Tru
 
 
 def _split(
-    whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str], float32: frozenset[str]
+    whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str], float32: frozenset[str], format: str | None
 ) -> dict[str, BufferSpec]:
-    """Flat buffers of the blocks' parameters, of which those in `stays` are frozen and those in `float32` kept so."""
+    """Flat buffers of the blocks' parameters, of which those in `stays` are frozen and those in `float32` kept so.
+    Frozen ones have `format` where they are a layer's, or part of one, and not vectors alone: tables by token id and
+    what is kept in float32 stay as they are."""
     result: dict[str, BufferSpec] = {}
     for block, params in whole.items():
         for sort in _SORTS:
-            own = (p for p in params if {"float32": p.name in float32, "frozen": p.name in stays} == sort)
-            result[buffer_name(block, **sort)] = BufferSpec(tuple(own), **sort)
+            own = tuple(p for p in params if {"float32": p.name in float32, "frozen": p.name in stays} == sort)
+            matrices = block not in (EMBED, HEAD) and any(len(p.shape) > 1 for p in own)
+            quantised = matrices and sort["frozen"] and not sort["float32"]
+            result[buffer_name(block, **sort)] = BufferSpec(own, **sort, format=format if quantised else None)
     return {name: buffer for name, buffer in result.items() if buffer.params}
 
 

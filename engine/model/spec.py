@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from penstock.engine.branches.base import Sent
 from penstock.engine.config import AdapterConfig
+from penstock.engine.model.stored import WORD, StoredLayout
 from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
 EMBED = "embed"
@@ -54,10 +55,29 @@ class BufferSpec:
     """Never trained: it has weights only, and no state, gradients or writes."""
     float32: bool = False
     """Its weights are float32 whatever the compute dtype (model/float32.py)."""
+    format: str | None = None
+    """What its matrices are quantised to (model/stored.py); None: it is stored as it is computed with."""
 
     @cached_property
     def layout(self) -> FlatLayout:
+        """Of its parameters as they are computed with."""
         return FlatLayout.build(self.params)
+
+    @cached_property
+    def stored(self) -> StoredLayout | None:
+        """Of what is stored and moved of it, where it is quantised."""
+        return None if self.format is None else StoredLayout.build(self.layout.params, self.format)
+
+    @property
+    def numel(self) -> int:
+        """Elements that are stored and moved."""
+        return self.layout.numel if self.stored is None else self.stored.numel
+
+    def dtype(self, compute: str) -> str:
+        """Of these, where it is computed with in `compute`."""
+        if self.stored is not None:
+            return WORD
+        return "float32" if self.float32 else compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,21 +60,21 @@ class GpuPlacement(Saving):
         if self.streamed or self.group == 1 or p.continues_only:
             return 1
         (one,) = window_bytes(p, self.max_chunk, False, 1)["kv"]
-        largest = max(b.numel * b.weight_bytes for b in p.buffers if self.pool[b.name] in LAYER_POOLS)
+        largest = max(b.nbytes for b in p.buffers if self.pool[b.name] in LAYER_POOLS)
         return 2 if one * SMALL_WINDOW <= largest else 1
 
     def slots(self) -> tuple[dict[Pool, int], dict[Pool, int], dict[Pool, int]]:
-        """Weight slots, gradient slots and their elements per pool, for what is not resident."""
+        """Weight slots, gradient slots and the bytes of a weight slot per pool, for what is not resident."""
         streamed = [b for b in self.problem.buffers if b.name not in self.resident]
         weights: dict[Pool, int] = dict.fromkeys(POOLS, 0)
         gradients: dict[Pool, int] = dict.fromkeys(POOLS, 0)
-        numel: dict[Pool, int] = dict.fromkeys(POOLS, 0)
+        nbytes: dict[Pool, int] = dict.fromkeys(POOLS, 0)
         for pool in POOLS:
             members = [b for b in streamed if self.pool[b.name] == pool]
             if not members:
                 continue
             layer, moving = pool in LAYER_POOLS, sum(b.name not in self.weights for b in members)
-            numel[pool] = max((b.numel for b in members if not b.frozen or b.name not in self.weights), default=0)
+            nbytes[pool] = max((b.nbytes for b in members if not b.frozen or b.name not in self.weights), default=0)
             # Embedding and head are large: both have a slot only where layers have one more than they need.
             spare = self.choice.spare_slots - (not layer)
             weights[pool] = min(moving, self.at_once[pool] + spare)
@@ -85,19 +85,18 @@ class GpuPlacement(Saving):
                 summed = sum(b.name not in self.sums for b in trained)
                 more = 1 + self.shares[pool] if self.grouped else 0
                 gradients[pool] = min(summed, self.at_once[pool] + layer * (1 + more))
-        return weights, gradients, numel
+        return weights, gradients, nbytes
 
     def gpu_parts(self) -> dict[str, int]:
         """Bytes of everything on the GPU."""
         p, resident = self.problem, self.resident
-        weights, gradients, numel = self.slots()
+        weights, gradients, nbytes = self.slots()
         trained = sum(b.numel for b in p.buffers if b.name in resident and not b.frozen)
-        held = sum(b.numel * b.weight_bytes for b in p.buffers if b.name in resident or b.name in self.weights)
-        item = {self.pool[b.name]: b.weight_bytes for b in p.buffers}
+        held = sum(b.nbytes for b in p.buffers if b.name in resident or b.name in self.weights)
         parts = {
             "resident blocks": held + trained * (1 + len(p.state_kinds)) * FP32,
-            "weight slots": sum(weights[k] * aligned(numel[k] * item[k]) for k in POOLS if k in item),
-            "gradient slots": sum(gradients[k] * aligned(numel[k] * FP32) for k in POOLS),
+            "weight slots": sum(weights[k] * aligned(nbytes[k]) for k in POOLS),
+            "gradient slots": sum(gradients[k] * aligned(p.gradient_slot_numel(k, nbytes[k]) * FP32) for k in POOLS),
             "K/V window": sum(map(sum, window_bytes(p, self.max_chunk, self.streamed, self.windows).values())),
             "activation slots": self.activation_slots_bytes,
             "saved activations": self.on_gpu_bytes,
@@ -108,6 +107,8 @@ class GpuPlacement(Saving):
             parts["gradient sums"] = sum(b.numel for b in p.buffers if b.name in self.sums - resident) * FP32
         if self.offloads:
             parts["graph slots"] = self.graph_slots_bytes
+        if p.copy_bytes:
+            parts["dequantised block"] = aligned(p.copy_bytes)
         return parts if p.samples is None else parts | {"samples": self.samples.gpu_bytes}
 
     def gpu_need(self) -> int:
@@ -196,12 +197,12 @@ def _pools(problem: PlanInput) -> dict[str, Pool]:
     """Buffer -> the slots that it takes: a small embedding or head takes those of the layers."""
     layers = {name for block in problem.blocks if block.saved_inputs for name in block.buffers}
     most = {False: 0, True: 0}
-    """Elements of the largest layer's buffer of those that are trained and of those that are frozen."""
+    """Bytes of the largest layer's buffer of those that are trained and of those that are frozen."""
     for buffer in problem.buffers:
         if buffer.name in layers and not buffer.float32:
-            most[buffer.frozen] = max(most[buffer.frozen], buffer.numel)
+            most[buffer.frozen] = max(most[buffer.frozen], buffer.nbytes)
     return {
-        b.name: "float32" if b.float32 else POOLS[2 * (b.numel > most[b.frozen]) + b.frozen] for b in problem.buffers
+        b.name: "float32" if b.float32 else POOLS[2 * (b.nbytes > most[b.frozen]) + b.frozen] for b in problem.buffers
     }
 
 

@@ -111,7 +111,7 @@ class Plan:
     buffers: dict[str, BufferPlan]
     chunks: tuple[Chunk, ...]
     weight_slots: dict[Pool, int]
-    weight_slot_numel: dict[Pool, int]
+    weight_slot_bytes: dict[Pool, int]
     gradient_slots: dict[Pool, int]
     state_stages: int
     """RAM slots that hold one part of the state (and gradient) on its way to or from NVMe."""

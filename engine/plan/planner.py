@@ -240,13 +240,14 @@ class _Planner(GpuPlacement):
                 dtype=shape.dtype,
                 frozen=shape.frozen,
                 float32=shape.float32,
+                copy_numel=shape.copy_numel,
                 pool=self.pool[shape.name],
                 weights=kinds["weights"],
                 state=None if shape.frozen else kinds["state"],
                 gradient=None if shape.frozen else kinds["gradient"],
                 sums=self.sums_tier(shape),
             )
-        weights, gradients, numel = self.slots()
+        weights, gradients, slot_bytes = self.slots()
         gpu = self.gpu_parts()
         nvme = self.nvme_parts(buffers, ram.spilled)
         return Plan(
@@ -255,7 +256,7 @@ class _Planner(GpuPlacement):
             buffers=buffers,
             chunks=self.chunks,
             weight_slots=weights,
-            weight_slot_numel=numel,
+            weight_slot_bytes=slot_bytes,
             gradient_slots=gradients,
             state_stages=ram.state_stages,
             part_stages=ram.part_stages,

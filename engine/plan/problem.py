@@ -35,6 +35,9 @@ spread, as a link may be slower than forward."""
 
 FP32 = 4
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""What is computed with."""
+STORED_BYTES = DTYPE_BYTES | {"int16": 2}
+"""And what is stored: words of quantised weights as well (engine/model/stored.py)."""
 LAST_GOOD = "last good generation"
 """Part of the NVMe tier that is there where the disk has room for it."""
 ALIGNMENT = 4096
@@ -70,16 +73,28 @@ class BufferShape:
     part_numel: int
     """Elements of one part (chunk file); the last part may be shorter."""
     dtype: str
-    """Of its weights as they are stored, moved and computed with; all state is float32."""
+    """Of its weights as they are stored and moved; all state is float32."""
     frozen: bool = False
     """Never trained: weights only, written once."""
     float32: bool = False
     """Its weights are float32 whatever the compute dtype, and stay on the GPU: routers and the like, all small."""
+    copy_numel: int = 0
+    """Elements of the dequantised copy that it is computed with; 0: it is computed with as it is stored."""
 
     @property
     def weight_bytes(self) -> int:
         """Of one element of the weights."""
-        return DTYPE_BYTES[self.dtype]
+        return STORED_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights."""
+        return self.numel * self.weight_bytes
+
+    @property
+    def computed_numel(self) -> int:
+        """Elements that are computed with."""
+        return self.copy_numel or self.numel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,6 +247,15 @@ class PlanInput:
         """Whether keys and values may pass through the compute device: a layer that also carries a recurrent state is
         never cut at its attention."""
         return not any(block.attends and block.recurrent for block in self.blocks)
+
+    def gradient_slot_numel(self, pool: Pool, weight_slot_bytes: int) -> int:
+        """Elements of a gradient slot beside weight slots of so many bytes: what is trained is not quantised."""
+        return weight_slot_bytes // (FP32 if pool == "float32" else self.compute_bytes)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of the dequantised weights of one block, the largest; 0 where none are quantised."""
+        return max(buffer.copy_numel for buffer in self.buffers) * self.compute_bytes
 
     @property
     def state_part_numel(self) -> int:

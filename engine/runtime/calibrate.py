@@ -140,9 +140,9 @@ def _compute_ops(
 def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
     """Ordinary numbers everywhere: what memory happens to hold could be slow to compute with."""
     tile = (torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
-    flats = [slot for pool in POOLS for slot in gpu.weights[pool]]
-    flats += [raw.view(dtype) for raw in gpu.slots[r.GPU_HIDDEN]]
-    flats += [b["weights"] for b in gpu.buffers.values() if "weights" in b]
+    raws = [*(slot for pool in POOLS for slot in gpu.weights[pool]), *gpu.slots[r.GPU_HIDDEN]]
+    flats = [raw.view(dtype) for raw in raws] + ([] if gpu.copy is None else [gpu.copy])
+    flats += [b["weights"] for b in gpu.buffers.values() if "weights" in b and b["weights"].is_floating_point()]
     for flat in flats:
         source = tile.to(flat.device)
         for piece in flat.split(_TILE):

@@ -59,9 +59,11 @@ class GpuMemory:
     arena: DeviceArena
     buffers: dict[str, Resident] = field(default_factory=dict)
     weights: dict[Pool, list[Tensor]] = field(default_factory=dict)
-    """Weight slots [numel of the pool's largest buffer]."""
+    """Weight slots, uint8 [bytes of the pool's largest buffer]."""
     gradients: dict[Pool, list[Tensor]] = field(default_factory=dict)
     """Gradient slots, float32."""
+    copy: Tensor | None = None
+    """The dequantised weights of one block, in the compute dtype; None where no weights are quantised."""
     slots: dict[str, list[Tensor]] = field(default_factory=dict)
     """Space of a kind of activations -> its slots, each for one chunk, uint8: see engine.plan.plan.activation_slots."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -124,11 +126,13 @@ def allocate_gpu(plan: Plan, device: torch.device, weights: dict[str, Tensor] | 
             gpu.buffers[buffer.name] = {"weights": weights[buffer.name]}
             continue
         gpu.buffers[buffer.name] = {kind: typed(buffer.numel, dtype) for kind, dtype in dtypes.items()}
-    of_pool = {buffer.pool: getattr(torch, buffer.dtype) for buffer in plan.buffers.values()}
     for pool in POOLS:
-        numel = plan.weight_slot_numel[pool]
-        gpu.weights[pool] = [typed(numel, of_pool[pool]) for _ in range(plan.weight_slots[pool])]
+        nbytes = plan.weight_slot_bytes[pool]
+        gpu.weights[pool] = [gpu.arena.slot(nbytes) for _ in range(plan.weight_slots[pool])]
+        numel = problem.gradient_slot_numel(pool, nbytes)
         gpu.gradients[pool] = [typed(numel, torch.float32) for _ in range(plan.gradient_slots[pool])]
+    if problem.copy_bytes:
+        gpu.copy = gpu.arena.slot(problem.copy_bytes).view(getattr(torch, problem.compute_dtype))
     sizes = window_bytes(problem, plan.max_chunk_tokens, plan.streamed, plan.windows)
     gpu.window = {name: [gpu.arena.slot(nbytes) for nbytes in each] for name, each in sizes.items()}
     for key in plan.saved_on_gpu:

@@ -42,8 +42,8 @@ class Weights(Protocol):
     """In the place of the NVMe tier of a plan that updates nothing."""
 
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
-        """Fill `out` [numel of the buffer's layout], on the host, with its parameters rounded to the dtype of `out`;
-        the gaps between parameters are left as they are. Each buffer has one part."""
+        """Fill `out` [numel of the buffer], on the host, with its parameters rounded to the dtype of `out`, or as they
+        are stored where it is quantised; the gaps between parameters are left as they are. Each buffer has one part."""
 
 
 class Source(Weights, Protocol):
@@ -154,7 +154,8 @@ class AdapterSource(FolderSource):
 
 
 class RunSource:
-    """A run's last committed generation, or a checkpoint's: the rounded master weights; frozen weights as they are."""
+    """A run's last committed generation, or a checkpoint's: the rounded master weights; frozen weights as they are,
+    quantised ones too."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, checkpoint: str | None) -> None:
         """Raises UserError when there is no such generation, or another process has the run open."""

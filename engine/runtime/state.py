@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from penstock.engine import preparing
 from penstock.engine.clock import wait_for_copies
+from penstock.engine.model.quantise import dequantised, quantised
+from penstock.engine.model.spec import BufferSpec
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
 from penstock.engine.plan.problem import BufferShape
@@ -21,7 +23,6 @@ from penstock.engine.runtime.sources import WEIGHTS, Weights
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.arena import empty_aligned
-from penstock.storage.tier.layout import FlatLayout
 from penstock.storage.tier.manifest import ArraySpec
 
 _PARTS_AT_ONCE = 8
@@ -59,22 +60,18 @@ def scratch_arrays(plan: Plan) -> list[ArraySpec]:
 def fill_store(
     store: NvmeStore,
     buffers: Iterable[tuple[str, dict[str, Tensor]]],
-    layouts: dict[str, FlatLayout],
+    specs_of: Mapping[str, BufferSpec],
     meta: dict[str, Any],
-) -> None:
+) -> float:
     """Write the first generation: master weights from `buffers` (one at a time), all other state zero; of what is
-    frozen the weights, rounded."""
+    frozen the weights, rounded or quantised. The largest relative error of a matrix that was quantised."""
     specs = {(spec.buffer, spec.kind): spec for spec in store.arrays()}
-    total, written = sum(layout.numel for layout in layouts.values()), 0
+    total, written, worst = sum(buffer.numel for buffer in specs_of.values()), 0, 0.0
     for name, tensors in buffers:
-        layout = layouts[name]
-        flat = empty_aligned(layout.numel, torch.float32).zero_()
-        for param, view in layout.views(flat).items():
-            view.copy_(tensors[param])
         kinds = [kind for buffer, kind in specs if buffer == name]
         main = MASTER if MASTER in kinds else WEIGHTS
-        dtype = getattr(torch, specs[name, main].dtype)
-        values = flat if dtype == torch.float32 else empty_aligned(layout.numel, dtype).copy_(flat)
+        values, error = _stored(specs_of[name], tensors, getattr(torch, specs[name, main].dtype))
+        worst = max(worst, error)
         ranges = specs[name, main].parts()
         zeros = empty_aligned(max(end - start for start, end in ranges), torch.float32).zero_()
         for part, (start, end) in enumerate(ranges):
@@ -86,6 +83,18 @@ def fill_store(
             preparing.report(written / total, name)
     preparing.report(1.0, "making it durable")
     store.commit(meta)
+    return worst
+
+
+def _stored(buffer: BufferSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, float]:
+    """What is stored of a buffer's float32 parameters, and the largest relative error of a matrix that is quantised."""
+    if buffer.stored is not None:
+        return quantised(buffer.stored, tensors)
+    layout = buffer.layout
+    flat = empty_aligned(layout.numel, torch.float32).zero_()
+    for param, view in layout.views(flat).items():
+        view.copy_(tensors[param])
+    return flat if dtype == torch.float32 else empty_aligned(layout.numel, dtype).copy_(flat), 0.0
 
 
 def load_memory(
@@ -202,16 +211,16 @@ class _Loading:
             self._store.write(buffer.name, "weights", part, rounded.copy_(master)).result()
 
 
-def read_parameters(store: NvmeStore, name: str, layout: FlatLayout) -> dict[str, Tensor]:
-    """Master weights of one buffer of the committed generation, or the weights of a frozen one, float32, by parameter
-    name. UserError where the store has none, or of another size."""
+def read_parameters(store: NvmeStore, name: str, buffer: BufferSpec) -> dict[str, Tensor]:
+    """Master weights of one buffer of the committed generation, or the weights of a frozen one, dequantised, float32,
+    by parameter name. UserError where the store has none, or of another size."""
     spec = next((spec for spec in store.arrays() if spec.buffer == name and spec.kind in (MASTER, WEIGHTS)), None)
-    if spec is None or spec.numel != layout.numel:
+    if spec is None or spec.numel != buffer.numel:
         raise UserError(
             f"{store.root}: holds no weights of '{name}' as the recipe's model has them; restore the run's manifest "
             "and recipe from a copy"
         )
-    flat = empty_aligned(layout.numel, getattr(torch, spec.dtype))
+    flat = empty_aligned(buffer.numel, getattr(torch, spec.dtype))
     for part, (start, end) in enumerate(spec.parts()):
         store.read(name, spec.kind, part, flat[start:end]).result()
-    return layout.views(flat.float())
+    return dequantised(buffer, flat) if buffer.stored else buffer.layout.views(flat.float())

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from penstock.engine.model.quantise import Dequantiser
 from penstock.engine.optim.base import Optimizer, UpdateRange
 from penstock.engine.plan.plan import BufferPlan
 from penstock.engine.runtime.handlers import gather, handles
@@ -32,6 +33,7 @@ class StateOps:
             views.ram,
             views.plan.problem.state_kinds,
         )
+        self._dequantiser = Dequantiser(views.device) if views.plan.problem.copy_bytes else None
 
     def _buffer(self, op: Op) -> BufferPlan:
         return self._views.plan.buffers[op.block]
@@ -82,6 +84,14 @@ class StateOps:
         return self._nvme.write(
             op.block, "weights", op.index, self._staged(op, self._weights_dtype(op), a.WEIGHTS_STAGE)
         )
+
+    @handles(a.DEQUANTISE)
+    def _dequantise(self, op: Op) -> None:
+        runner, words = self._views.runner, self._flat("weights", op)
+        layout, stored = self._views.layouts[op.block], runner.spec.buffers[op.block].stored
+        assert stored is not None
+        assert self._dequantiser is not None
+        self._dequantiser.fill(self._views.copy(op.block), words, layout, stored, compiled=runner.compiled)
 
     # ------------------------------------------------------------------ gradients
 

@@ -115,13 +115,20 @@ class Views:
         resident = self.gpu.buffers[name].get(kind)
         if resident is not None:
             return resident
-        pools = self.gpu.weights if kind == "weights" else self.gpu.gradients
-        return pools[buffer.pool][slot][: buffer.numel]
+        if kind == "weights":
+            return self.gpu.weights[buffer.pool][slot][: buffer.nbytes].view(getattr(torch, buffer.dtype))
+        return self.gpu.gradients[buffer.pool][slot][: buffer.numel]
+
+    def copy(self, name: str) -> Tensor:
+        """Where a quantised buffer's weights are dequantised to, all of one block at a time."""
+        assert self.gpu.copy is not None
+        return self.gpu.copy[: self.layouts[name].numel]
 
     def _buffer_views(self, kind: str, name: str, slot: int) -> dict[str, Tensor]:
         key = (kind, name, slot)
         if key not in self._views:
-            self._views[key] = self.layouts[name].views(self.flat(kind, name, slot))
+            copied = kind == "weights" and self.plan.buffers[name].copy_numel
+            self._views[key] = self.layouts[name].views(self.copy(name) if copied else self.flat(kind, name, slot))
         return self._views[key]
 
     def part_stage(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,8 @@ class Cost(Enum):
     """By FLOPs and bytes of the block on the op's chunk (`Action.work`)."""
     BUFFER = "buffer"
     """By the bytes of a whole buffer on the compute device."""
+    DEQUANTISE = "dequantise"
+    """By those of a buffer as it is stored and as it is computed with."""
     COPY = "copy"
     UPDATE = "update"
     REPORT = "report"

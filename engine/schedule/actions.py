@@ -88,13 +88,14 @@ _read, _write = partial(_move, "nvme_read"), partial(_move, "nvme_write")
 
 # ---------------------------------------------------------------------- blocks on a chunk
 
-_INPUT = (r.GPU_WEIGHTS, r.GPU_HIDDEN)
+_WEIGHTS = (r.GPU_WEIGHTS, r.GPU_COPY)
+_INPUT = (*_WEIGHTS, r.GPU_HIDDEN)
 _HANDED = (*_INPUT, r.GPU_SENT)
 _FORWARD = Work(matmul=1)
 _LOOKS_UP = Work(looks_up=True)
 _BACKWARD = Work(matmul=1, gradients=1, recompute=True, sums_gradients=True, fresh_gradients=True)
 EMBED_FORWARD = _compute(
-    "embed_forward", "forward", "looks up the embeddings", _LOOKS_UP, reads=_INPUT[:1], writes=(r.GPU_HIDDEN,)
+    "embed_forward", "forward", "looks up the embeddings", _LOOKS_UP, reads=_WEIGHTS, writes=(r.GPU_HIDDEN,)
 )
 EMBED_EVALUATE = _evaluation(EMBED_FORWARD, r.GPU_HIDDEN)
 EMBED_BACKWARD = _compute(
@@ -195,7 +196,7 @@ BRANCH_BACKWARD = {
         f"runs {branch.says} backward",
         _BACKWARD,
         reads=_HANDED,
-        writes=_HANDED[1:],
+        writes=(r.GPU_HIDDEN, r.GPU_SENT),
         adds=(r.GPU_GRADIENT,),
     )
     for name, branch in BRANCHES.items()
@@ -240,6 +241,14 @@ HEAD_GENERATE = _sampling(HEAD, "computes what may follow", (r.GPU_LOGITS,))
 
 NORM = _action(
     "norm", "compute", Cost.BUFFER, "takes a gradient's norm", reads=(r.GPU_GRADIENT,), writes=(r.GPU_NORMS,)
+)
+DEQUANTISE = _action(
+    "dequantise",
+    "compute",
+    Cost.DEQUANTISE,
+    "dequantises a block's frozen weights",
+    reads=(r.GPU_WEIGHTS,),
+    writes=(r.GPU_COPY,),
 )
 UPDATE_ON_GPU = _action(
     "update_on_gpu",

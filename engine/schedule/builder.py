@@ -312,7 +312,7 @@ class ScheduleBuilder:
         block, state = self._plan.blocks[task.layer], self._state
         operands = _Operands()
         for name in block.buffers:
-            operands.weights.append(state.weights(name))
+            operands.weights.append(state.operand(name))
             operands.slots[name] = state.weight_slot.get(name, WHOLE)
             if task.mode in WITH_GRADIENTS and not self._plan.buffers[name].frozen:
                 if state.open_gradient(name):

@@ -10,6 +10,8 @@ from penstock.engine.plan.activations import ACTIVATIONS
 Resource = tuple[str | int, ...]
 
 GPU_WEIGHTS = "gpu.weights"
+GPU_COPY = "gpu.copy"
+"""The dequantised weights of one block."""
 GPU_GRADIENT = "gpu.gradient"
 GPU_STATE = "gpu.state"
 GPU_HIDDEN = "gpu.hidden"

@@ -37,6 +37,8 @@ class StateSchedule:
         self._gradients = {pool: Slots(f"gpu.gradient.{pool}", plan.gradient_slots[pool]) for pool in POOLS}
         self._stages = Slots("ram.state_stage", plan.state_stages)
         self._part_stages = Slots("ram.part_stage", plan.part_stages)
+        self._copied: str | None = None
+        """Buffer whose dequantised weights are on the compute device."""
         self.weight_slot: dict[str, int] = {}
         """Slot of each buffer whose weights are on the compute device for now."""
         self._ahead: dict[tuple[str, int], int] = {}
@@ -111,6 +113,19 @@ class StateSchedule:
         if buffer.weights == "gpu":
             return r.resource(r.GPU_WEIGHTS, name)
         return r.resource(r.GPU_WEIGHTS, buffer.pool, self.weight_slot[name])
+
+    def operand(self, name: str) -> Resource:
+        """What an op that computes with buffer `name` reads: its weights, or their dequantised copy, which is made
+        unless it was the last one to be. What is quantised never changes."""
+        weights = self.weights(name)
+        if not self._plan.buffers[name].copy_numel:
+            return weights
+        copy = r.resource(r.GPU_COPY)
+        if self._copied != name:
+            slots = {name: self.weight_slot.get(name, WHOLE)}
+            self._emit(a.DEQUANTISE, name, reads=[weights], writes=[copy], slots=slots)
+            self._copied = name
+        return copy
 
     def fetch(self, block: BlockShape, turns: int) -> list[Load]:
         """Pin slots for the weights of all buffers of `block`; what brings them there, unless they are there.

@@ -28,7 +28,7 @@ FILE_NAME = "manifest.json"
 BACKUP_NAME = "manifest.backup.json"
 _FORMAT = "penstock-state"
 _VERSION = 3
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int16": 2}
 _NAME = r"\A(?!(scratch|checkpoints)\Z)[^./\0][^/\0]*\Z"
 """Of a folder beside our own ones."""
 _Name = Annotated[str, Meta(pattern=_NAME)]
@@ -44,7 +44,7 @@ class ArraySpec(Struct, frozen=True, omit_defaults=True):
     """weights, master, exp_avg, exp_avg_sq or gradient; also a folder name."""
     numel: Count
     """Elements of the flat buffer."""
-    dtype: Annotated[str, Meta(pattern=r"\A(float32|bfloat16)\Z")]
+    dtype: Annotated[str, Meta(pattern=r"\A(float32|bfloat16|int16)\Z")]
     part_numel: Annotated[int, Meta(ge=1, le=MOST_WHOLE, multiple_of=ALIGN_NUMEL)]
     """Most elements of one part (one chunk file), a multiple of layout.ALIGN_NUMEL."""
     fixed: bool = False

@@ -200,7 +200,7 @@ def test_an_adapter_on_70b_with_24_gb() -> None:
         plan = run.plan
         stays = [buffer for buffer in plan.buffers.values() if buffer.frozen]
         assert "nvme" in {buffer.weights for buffer in stays}
-        assert plan.weight_slot_numel["frozen layer"] > 100 * plan.weight_slot_numel["layer"]
+        assert plan.weight_slot_bytes["frozen layer"] > 100 * plan.weight_slot_bytes["layer"]
         run.step(1)
         run.finish()
         check(run)

@@ -83,6 +83,7 @@ PLACEMENTS = [
     pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "groups", 30, marks=pytest.mark.long),
     (tiny.FLOOR, tiny.FLOOR, 1, "hybrid", samples(2, 30)),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 2, "float32", 30, marks=pytest.mark.long),
+    pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "nf4", 30, marks=pytest.mark.long),
 ]
 """Budgets, drives, how, and kills."""
 How = list[str] | AdapterConfig | str
@@ -98,7 +99,7 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
 
     `how`: patterns of what is not trained, or an adapter beside which nothing is, or "groups": of micro-batches, with
     graphs that leave, or "hybrid": layers with a recurrent state, or "float32": in bfloat16, with half of what is kept
-    in float32 frozen.
+    in float32 frozen, or "nf4": an adapter on a base that is quantised.
     """
     chance, groups = random.Random(seed), how == "groups"
     phase = chance.choice([*(name for name in PHASES if groups or name != "groups"), "commit", "opening"])
@@ -106,12 +107,14 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
     countdown, delay_s = chance.randrange(1, often), chance.random() * 3e-3
     if seed is not None and phase == "opening":
         threading.Thread(target=_die, args=(folder, phase, chance.random() * 0.4), daemon=True).start()
+    model = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID) if how == "hybrid" else tiny.model()
+    if how == "nf4":
+        model, how = tiny.model(frozen_format="nf4"), AdapterConfig(method="lora", rank=2)
     adapter, freeze = how if isinstance(how, AdapterConfig) else None, how if isinstance(how, list) else []
     policy = {"global_batch_size": 3, "activation_checkpointing": "auto"} if groups else {"global_batch_size": 1}
     if how == "float32":
         freeze, policy = HALVES, policy | {"compute_dtype": "bfloat16"}
     settings = tiny.training(steps=STEPS, freeze=freeze, **policy)
-    model = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID) if how == "hybrid" else tiny.model()
     plan: dict[str, Any] = {"group": 1, "offloaded_graphs": "all"} if groups else {}
     drives = [folder / "state", folder / "second"][:num_drives]
     options = {"gpu": gpu, "ram": ram, "drives": drives, "adapter": adapter, "m": model} | plan

@@ -5,6 +5,7 @@ peft. The engine against the step in plain words, bit by bit, and that step agai
 import json
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -356,6 +357,9 @@ APART = {"split_layers": "experts"}
 FLINT = EXPERTS | {"shared_expert_intermediate_size": 16, "mlp_only_layers": [0]}
 KEPT = tiny.model(model_type="flint", num_layers=2, overrides=FLINT)
 """A router and attention sinks are kept in float32."""
+NF4, INT8 = (tiny.model(frozen_format=name) for name in ("nf4", "int8"))
+INT8_MOE = replace(MOE, frozen_format="int8")
+NF4_TIERS: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": 580_000, "ram_first": "weights"}
 HALF_FROZEN = {"freeze": ["*embed_tokens*", "*.layers.0.*", "*.mlp.*"]}
 """Half of every layer, and of the lowest blocks everything."""
 TOP = {"freeze": ["*embed_tokens*", "*.layers.*"]}
@@ -382,6 +386,14 @@ CASES = {
     "dora in RAM": Case(placed={"gpu": tiny.FLOOR}, adapter=adapted.section("dora")),
     "lora, graphs leave": Case({"activation_checkpointing": "auto"}, LEAVING, adapter=adapted.section("lora")),
     "dora, recomputed": Case({"activation_checkpointing": "full"}, adapter=adapted.section("dora")),
+    "lora on nf4": Case(model=NF4, adapter=adapted.section("lora")),
+    "lora on nf4 on two tiers, bfloat16": Case(BFLOAT16, NF4_TIERS, NF4, adapted.section("lora")),
+    "lora on nf4, graphs leave": Case({"activation_checkpointing": "auto"}, LEAVING, NF4, adapted.section("lora")),
+    "dora on int8, recomputed, streamed": Case(
+        {"activation_checkpointing": "full"}, STREAMED, INT8, adapted.section("dora")
+    ),
+    "lora on int8 experts apart, bfloat16": Case(APART | BFLOAT16, model=INT8_MOE, adapter=adapted.section("lora")),
+    "halves frozen as nf4": Case(HALF_FROZEN, model=NF4),
     "joined in RAM, bfloat16": Case(BFLOAT16, {"gpu": tiny.FLOOR}, WIDE),
     "joined, graphs leave": Case({"activation_checkpointing": "auto"}, LEAVING, WIDE),
     "joined, recomputed": Case({"activation_checkpointing": "full"}, model=WIDE),
@@ -414,7 +426,8 @@ CHECKED_OFTEN = ("hybrid, in groups, recomputed", "attention and state at once",
          "some kept in float32, graphs leave", "experts apart", "experts apart on two tiers, bfloat16",
          "some on every tier, tied, bfloat16", "halves frozen, tied, bfloat16", "joined, graphs leave",
          "joined, graphs, bfloat16", "joined, recomputed", "records on the GPU, not clipped",
-         "halves frozen, graphs leave", "frozen but for the head")  # fmt: skip
+         "halves frozen, graphs leave", "frozen but for the head", "lora on nf4 on two tiers, bfloat16",
+         "dora on int8, recomputed, streamed", "lora on int8 experts apart, bfloat16")  # fmt: skip
 
 
 def reference(session: Session, steps: int) -> tuple[Training, list[tuple[float, float]]]:
@@ -439,12 +452,17 @@ def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None
         assert case.placed is not LEAVING or plan.offloaded_graphs
         assert case.placed not in (RECORDS, STATES) or (plan.saved_on_gpu and plan.spilled)
         assert name != "joined, recomputed" or len(plan.recomputed) == 2
+        stays = {b.weights for b in plan.buffers.values() if b.copy_numel}
+        assert case.placed is not NF4_TIERS or stays == {"ram", "nvme"}
         assert case.model is not WIDE or all(len(groups) == 2 for groups in spec.joined)
         held = {array.buffer for array in session.store.arrays() if array.kind == MASTER}
         assert held == spec.trained.keys()
         training, expected = reference(session, 2)
         tiny.delay(session, random.Random(name))
         steps = tiny.steps(session, 2)
+        copies = [buffer.layout.numel for buffer in spec.buffers.values() if buffer.stored]
+        assert copies or session.gpu.copy is None
+        assert not copies or session.gpu.copy.numel() == max(copies)  # of one block, never more
         used = session.gpu.arena.used_bytes + plan.tiers["gpu"].parts["workspace"]
         assert used <= plan.tiers["gpu"].budget_bytes
         weights = tiny.parameters(session.store, spec)
@@ -455,6 +473,8 @@ def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None
     assert weights.keys() == stays.keys() >= masters.keys()
     assert (masters.keys() < stays.keys()) == bool(spec.frozen_params)
     for parameter, weight in weights.items():
+        if parameter not in masters:  # float32 where it is quantised
+            weight = weight.to(compute_dtype(t)).float()
         assert torch.equal(weight, masters.get(parameter, stays[parameter])), parameter
 
 

@@ -34,6 +34,7 @@ from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.anatomy import model_spec
 from penstock.engine.model.layer_graph import Projection
 from penstock.engine.model.layers import LayerInputs
+from penstock.engine.model.quantise import Dequantiser
 from penstock.engine.model.recurrence import Segment
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.skeleton import LayerCall
@@ -138,7 +139,7 @@ class Arithmetic:
 
     def __init__(self, cuda: Pretended, shapes: Planned) -> None:
         self.spec, self.device, self.dtype = shapes.spec, DEVICE, compute_dtype(shapes.train)
-        self.layers, self.balance, self.branches = self, None, Branches(self)
+        self.layers, self.balance, self.branches, self.compiled = self, None, Branches(self), True
         self.sent: Sequence[Tensor] = ()
         self._cuda, self._plan, self._inputs_bytes = cuda, shapes.plan, shapes.inputs_bytes
 
@@ -189,6 +190,10 @@ class Arithmetic:
                 self._cuda.use(tensor[place.start : place.end], write=True)
                 self._cuda.use(tensor[: place.end], write=False)
         return self._result(x.shape[0])
+
+    def dequantise(self, flat: Tensor, words: Tensor) -> None:
+        self._cuda.use(words, write=False)
+        self._cuda.use(flat, write=True)
 
     def documents(self, index: int, documents: Sequence[int], tokens: int) -> Sequence[int]:
         return documents
@@ -549,6 +554,7 @@ def replay(case: Case, layers: int | None = None) -> Iterator[Replay]:
     with pretended(Watch()) as cuda, pytest.MonkeyPatch.context() as patch:
         replay = Replay(shapes, cuda, layers)
         compute = replay.arithmetic
+        patch.setattr(Dequantiser, "fill", lambda _, flat, words, *layouts, **how: compute.dequantise(flat, words))
         patch.setattr(sample_ops, "rows_handler", lambda places, kept, chunk: (places, kept))
         patch.setattr(attention, "forward_handler", compute.handler)
         patch.setattr(attention, "attend", compute.attend)

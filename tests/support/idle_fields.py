@@ -71,6 +71,7 @@ CASES = (
     Case("model.embedding_std=1", _FOLDER, ()),
     Case('model.added_tokens=["<new>"]', ("adapter.method=lora",), ()),
     Case('model.added_tokens=["<new>"]', ("data.source=random",), _TEXT),
+    Case("model.frozen_format=nf4", (), ("adapter.method=lora",)),
     Case("adapter.rank=8", (), ("adapter.method=lora",)),
     Case("adapter.alpha=8", (), ("adapter.method=dora",)),
     Case('adapter.targets=["q_proj"]', (), ("adapter.method=rslora",)),

@@ -37,6 +37,8 @@ class Replay:
         self._sampled: dict[int, tuple[int, int]] = {}
         """Layer -> (step, batch) of the last pass that has added to what is kept of it for samples."""
         self._number = {block.name: i for i, block in enumerate(plan.blocks)}
+        self._dequantised: str | None = None
+        """Buffer whose dequantised weights are on the compute device."""
         self.sums: dict[Resource, tuple[str, tuple[int, ...]]] = {}
         """Where a gradient is being summed, or waits between groups -> its buffer and the chunks that have been added;
         of chunk i of block b the number (b, i)."""
@@ -51,11 +53,18 @@ class Replay:
             (source,), (target,) = op.reads, op.writes
             assert self.sums[source][0] == op.block
             self.sums[target] = self.sums[source]
+        elif op.action is a.DEQUANTISE:
+            assert self.plan.buffers[op.block].copy_numel
+            assert op.block != self._dequantised, "once for all chunks"
+            self._dequantised = op.block
         elif op.action is a.NORM:
             self._complete(op)
         elif op.action.kind:
             self._move(op.action.name.partition("_")[0], op.action.kind, op)
         elif op.lane == "compute" and op.index >= 0:
+            quantised = [name for name in op.slots if name in self.plan.buffers and self.plan.buffers[name].copy_numel]
+            assert quantised in ([], [self._dequantised]), "an op finds its own block's weights"
+            assert bool(quantised) == (r.resource(r.GPU_COPY) in op.reads), op
             getattr(self, "_" + op.action.name, self._block)(op)
 
     def _content(self, kind: str, op: Op, chunk: int | None = None) -> tuple[Any, ...]:

@@ -47,6 +47,7 @@ def problem(
     experts: frozenset[int] = frozenset(),
     recurrent: frozenset[int] = frozenset(),
     kept: frozenset[int] = frozenset(),
+    quantised: bool = False,
     **more: Any,
 ) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
@@ -54,7 +55,7 @@ def problem(
     Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is;
     those in `kept` have a page more, in float32, which is frozen where all of the block is. The layers in `experts`
     have those as a block of their own; those in `recurrent` carry a state, and attend as well where the window is
-    whole; heads of those in `wide` are twice as wide.
+    whole; heads of those in `wide` are twice as wide. `quantised`: of layers and experts what is frozen.
     """
     blocks = [BlockShape(name="embed", kind="embed", buffers=("embed",))]
     whole = more.get("kv_window", SIZES["kv_window"]) == "whole"
@@ -107,7 +108,16 @@ def problem(
     if own_head:
         sizes["head"] = 2048 if tied else edge * 2048
     blocks, buffers = _freeze(blocks, sizes, frozen - {len(blocks) - 2}, halves, kept)
+    if quantised:
+        quantisable = (b.frozen and not b.float32 and b.name.startswith("layers.") for b in buffers)
+        buffers = [_quantised(b) if yes else b for b, yes in zip(buffers, quantisable, strict=True)]
     return PlanInput(blocks=tuple(blocks), buffers=tuple(buffers), state_kinds=STATE_KINDS, **SIZES | more)
+
+
+def _quantised(buffer: BufferShape) -> BufferShape:
+    """The same in half of its bytes."""
+    numel = max(2048, buffer.numel // 4096 * 2048)
+    return replace(buffer, numel=numel, part_numel=min(numel, 4096), dtype="int16", copy_numel=buffer.numel)
 
 
 def _freeze(
@@ -169,6 +179,7 @@ BOTH = {
     "frozen": some_blocks,
     "halves": some_blocks,
     "kept": some_blocks,
+    "quantised": st.booleans(),
 }
 general = st.builds(
     problem,

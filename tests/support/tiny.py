@@ -160,9 +160,12 @@ def train_run(
 
 
 @cache
-def _spec(config_json: str, freeze: tuple[str, ...], adapter_json: str | None, split_layers: str | None) -> ModelSpec:
+def _spec(
+    config_json: str, freeze: tuple[str, ...], adapter_json: str | None, split_layers: str | None, frozen_format: str
+) -> ModelSpec:
     adapter = None if adapter_json is None else AdapterConfig(**json.loads(adapter_json))
-    spec = take_apart(make_config(json.loads(config_json), "test"), freeze, adapter, split_layers=split_layers)
+    config = make_config(json.loads(config_json), "test")
+    spec = take_apart(config, freeze, adapter, split_layers=split_layers, frozen_format=frozen_format)
     for dtype in DTYPE_BYTES:
         find_graph_bytes(spec, dtype)
     return spec
@@ -173,10 +176,11 @@ def spec_of(
     freeze: Sequence[str] = (),
     adapter: AdapterConfig | None = None,
     split_layers: str | None = None,
+    frozen_format: str = "compute",
 ) -> ModelSpec:
     """The model taken apart, once per config, what is frozen and adapter."""
     used = json.dumps(asdict(adapter)) if adapter is not None and adapter.is_used else None
-    return _spec(config.to_json_string(use_diff=False), tuple(freeze), used, split_layers)
+    return _spec(config.to_json_string(use_diff=False), tuple(freeze), used, split_layers, frozen_format)
 
 
 def plan_of(
@@ -239,7 +243,8 @@ def session(
     prepared = prepare_data(run, folder / "data")
     corpus = prepared.corpus
     vocabulary = run.model.vocab_size if prepared.tokenizer is None else prepared.tokenizer.vocab_size
-    spec = spec_of(model_config(run, vocabulary), train.freeze, adapter, train.split_layers)
+    config = model_config(run, vocabulary)
+    spec = spec_of(config, train.freeze, adapter, train.split_layers, run.model.frozen_format)
     prompts = prepare_prompts(run, prepared.tokenizer, spec)
     lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])
@@ -257,7 +262,7 @@ def session(
         buffers = Initializer(spec, train.seed).buffers()
         if spec.adapter is not None:
             buffers = with_adapter(spec, buffers, seed=train.seed, dtype=compute_dtype(train))
-        fill_store(store, buffers, layouts(spec), run_meta(0, 0, loader.cursor, identity))
+        fill_store(store, buffers, spec.buffers, run_meta(0, 0, loader.cursor, identity))
     return Session(
         spec=spec,
         plan=plan,
@@ -334,8 +339,8 @@ def refuse_waits(session: Session) -> None:
 def parameters(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
     """All master weights of the committed generation, by name."""
     found: dict[str, Tensor] = {}
-    for name, layout in layouts(spec).items():
-        found |= read_parameters(store, name, layout)
+    for name, buffer in spec.buffers.items():
+        found |= read_parameters(store, name, buffer)
     return found
 
 

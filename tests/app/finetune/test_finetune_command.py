@@ -124,6 +124,15 @@ def test_a_recipe_says_what_of_the_model_is_trained(here: Path, setting: str, sa
     assert Path("made.py").read_text().startswith(f'"""Fine-tunes {said} of {here / "tiny-chat"} on ')
 
 
+def test_an_adapters_base_may_be_quantised(here: Path, capsys: Captured) -> None:
+    """Which is part of the model, and yet says nothing of how its data is read."""
+    both = ("--set", "adapter.method=lora", "--set", "model.frozen_format=nf4")
+    assert main(["finetune", *OURS, "--machine", "rtx4090-64", "--out", "made.py", *both]) == 0
+    assert load_recipe("made.py").model.frozen_format == "nf4"
+    said = refusal(capsys, "data", *OURS, *both[2:])
+    assert "--set model.frozen_format: has no effect on how data is read; leave it out" in said
+
+
 def test_from_python_it_is_the_same(here: Path) -> None:
     settings = ["train.steps=1", *FAST[1::2], "after.export=false"]
     run = penstock.finetune("tiny-chat", "talks.jsonl", overrides=settings, out="mine.json", run_dir="out")

@@ -39,6 +39,7 @@ RECIPE = recipe_text(
     storage={"part_bytes": "16KiB", "checkpoint_every": 5},
 )
 CLUSTER = ("-m", "penstock", "cluster")
+QLORA = ("--set", "adapter.method=lora", "--set", "model.frozen_format=nf4")
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
@@ -168,6 +169,7 @@ def test_bad_input_is_one_line_and_torchrun_is_named(one_rank: Path, capsys: Cap
         (("tiny.py",), "--run-dir DIR"),
         ((*run, "--set", "data.source=text", "--set", "data.path=gone.txt"), "gone.txt"),
         ((*run, "--context-parallel", "2"), "1 ranks cannot be divided by it"),
+        ((*run, *QLORA), "model.frozen_format: nf4 runs on one machine only; set it to compute in a new run"),
     ):
         assert expected in refusal(capsys, "cluster", *arguments)
     monkeypatch.delenv("RANK")

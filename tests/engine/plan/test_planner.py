@@ -156,8 +156,8 @@ def test_what_is_frozen_takes_room_for_its_weights_alone() -> None:
     assert roomy.tiers["gpu"].parts["resident blocks"] == 2 * (frozen + trained) + 4 * (1 + kinds) * trained
     in_ram = made(gpu_budget=floor("gpu", **shape), **shape)
     assert in_ram.tiers["ram"].parts["resident blocks"] == 2 * (frozen + trained) + (4 + 4 * kinds) * trained
-    assert in_ram.weight_slot_numel["layer"] == page
-    assert in_ram.weight_slot_numel["frozen layer"] == 4 * page
+    assert in_ram.weight_slot_bytes["layer"] == 2 * page
+    assert in_ram.weight_slot_bytes["frozen layer"] == 8 * page
     assert in_ram.gradient_slots["frozen layer"] == in_ram.gradient_slots["frozen embedding and head"] == 0
     for plan in (roomy, in_ram):
         files = {n: b.num_parts * ChunkFormat(b.part_numel * 2).file_bytes for n, b in plan.buffers.items() if b.frozen}

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "experts": (MOE, {}, tiny.FLOOR),
     "automatic": ({}, {"activation_checkpointing": "auto"}, "1GiB"),
     "frozen halves": ({}, {"freeze": HALVES}, tiny.FLOOR),
+    "frozen halves, quantised": ({"frozen_format": "nf4"}, {"freeze": HALVES}, tiny.FLOOR),
 }
 """Model, settings, budget of the GPU."""
 
@@ -54,7 +55,7 @@ def measured(
     """A plan, its batch's documents, and what is measured of it."""
     t, cpu = tiny.training(**settings), tiny.CPU
     run = tiny.recipe(model=tiny.model(**model), train=t)
-    spec = tiny.spec_of(model_config(run, None), t.freeze)
+    spec = tiny.spec_of(model_config(run, None), t.freeze, frozen_format=run.model.frozen_format)
     plan = tiny.plan_of(spec, run, gpu, "1GiB")
     plan = make_plan(plan.problem, replace(plan.choice, **choice))
     loader = make_loader(prepare_data(run, folder).corpus, spec, run)

@@ -104,7 +104,7 @@ def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int,
     assert list(races(ops)) == []
     frozen = {name for name, buffer in plan.buffers.items() if buffer.frozen}
     backward = {block.name for block in plan.blocks if block.backward}
-    reads = {a.LOAD_WEIGHTS, a.LOAD_WEIGHTS_PART, a.READ_WEIGHTS, a.READ_WEIGHTS_WHOLE}
+    reads = {a.LOAD_WEIGHTS, a.LOAD_WEIGHTS_PART, a.READ_WEIGHTS, a.READ_WEIGHTS_WHOLE, a.DEQUANTISE}
     for op in ops:
         assert {place[0] for place in op.reads} <= {*op.action.reads, *op.action.adds}, op
         assert {place[0] for place in op.writes} <= {*op.action.writes, *op.action.adds}, op
@@ -356,6 +356,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "experts on NVMe": (SCARCE | {"experts": frozenset({0, 1, 2})}, PlanOptions()),
     "a state from chunk to chunk": ({"recurrent": frozenset({0, 2}), "gpu_budget": 1}, PlanOptions()),
     "a state from chunk to chunk on NVMe": (SCARCE | {"recurrent": frozenset({0, 1})}, PlanOptions()),
+    "halves frozen, quantised": (SCARCE | {"halves": frozenset({1, 2}), "quantised": True}, PlanOptions()),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(offloaded_graphs="all")),
 }
 """Problems and choices in which every action has its place."""
@@ -419,7 +420,7 @@ def test_every_action_says_which_way_it_moves_what_and_for_which_part() -> None:
         moves = action.lane in links and action is not a.COMMIT and action not in a.DISCARD.values()
         assert (action.route is not None) == moves == bool(action.cargo), action
         assert not moves or action.route in links[action.lane], action
-        assert action.part or action.lane != "compute", action
+        assert action.part or action.lane != "compute" or action is a.DEQUANTISE, action
         assert action.measured_as is None or a.ACTIONS[action.measured_as].lane == action.lane
     assert a.READ_WEIGHTS_WHOLE.route == ("nvme", "gpu")
     carried = (a.READ_WEIGHTS, a.READ_STATE, a.STORE_GRADIENT, a.CHECKPOINT_STAGED, a.LOAD[a.DY], a.SPILL[a.KV])
