@@ -29,7 +29,8 @@ BILLIONS = {"quickstart": 0.000342, "text_small": 0.01999, "qwen_1_5b_4gib": 1.5
 BILLIONS |= dict.fromkeys(("7b_512k", "7b_512k_24gb", "7b_1m"), 7.616)
 BILLIONS |= {"14b_workstation": 14.770, "32b_workstation": 32.764, "32b_512k": 32.764}
 BILLIONS |= {"qwen3_next_80b_24gb": 79.674}
-BILLIONS |= {"70b_gh200": 70.554, "70b_lora_24gb": 70.554, "120b_gh200": 122.610, "120b_moe": 116.829}
+BILLIONS |= dict.fromkeys(("70b_gh200", "70b_lora_24gb", "70b_qlora_24gb"), 70.554)
+BILLIONS |= {"120b_gh200": 122.610, "120b_moe": 116.829}
 """Parameters, as the models' publishers count them."""
 
 TRAIN = {"global_batch_size": 1, "micro_batch_size": 1, "validate_every": 1, "validation_sequences": "none"}
@@ -103,8 +104,8 @@ def test_the_model_is_the_published_one_and_streamed_what_transformers_computes(
     assert check.ok, check.reason
 
 
-TELLING = [path for path in RECIPES if path.stem in ("quickstart", "7b_1m", "70b_lora_24gb", "120b_moe")]
-"""A model of its own, a stretched context, an adapter, experts."""
+TELLING = [path for path in RECIPES if path.stem in ("quickstart", "7b_1m", "70b_qlora_24gb", "120b_moe")]
+"""A model of its own, a stretched context, an adapter on a quantised base, experts."""
 
 
 @pytest.mark.parametrize("path", cases(RECIPES, *TELLING), ids=lambda path: path.stem)

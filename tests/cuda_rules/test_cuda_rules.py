@@ -207,6 +207,20 @@ def test_an_adapter_on_70b_with_24_gb() -> None:
         assert run.watch.actions >= ACTIVATIONS | STATE | {"read_weights", "load_weights_part"}
 
 
+@pytest.mark.long
+def test_a_quantised_base_is_dequantised_on_the_device_a_layer_at_a_time() -> None:
+    settings = ("train.activation_checkpointing=selective",)
+    with replay(Case("70b_qlora_24gb", "rtx4090-64", device_reads=False, settings=settings), 3) as run:
+        plan = run.plan
+        stays = {name: buffer for name, buffer in plan.buffers.items() if buffer.copy_numel}
+        assert plan.weight_slot_bytes["frozen layer"] == max(buffer.nbytes for buffer in stays.values())
+        assert plan.problem.copy_bytes > 3 * plan.weight_slot_bytes["frozen layer"]
+        run.step(1)
+        run.finish()
+        check(run)
+        assert run.watch.actions >= STATE | {"dequantise", "load_weights"}
+
+
 def test_every_copy_between_host_and_device_is_in_some_plan() -> None:
     copies = {action.name for action in ACTIONS.values() if action.lane in ("h2d", "d2h")}
     assert copies <= set().union(*(sort.actions for sort in SORTS.values()))
