@@ -112,13 +112,10 @@ def _check(model_type: str, out: Connection, life: Connection, memory_bytes: int
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    import torch
-
     from penstock.engine.model.types import default_config
     from penstock.engine.self_check import check_model
     from penstock.storage.files.errors import UserError, used_up
 
-    torch.set_num_threads(1)
     try:
         result = to_json(check_model(default_config(model_type)))
     except UserError as error:

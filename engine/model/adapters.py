@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -140,22 +141,27 @@ def require_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig)
             f"adapter.method: dora, but peft adapts '{targets.parameters[0]}' as a parameter, which has no dora; "
             "use lora or rslora, or leave it out of adapter.targets"
         )
-    shapes = dict(model.named_parameters(remove_duplicate=False))
-    for name in (*(f"{module}.weight" for module in targets.modules), *targets.parameters):
-        least = min(shapes[name].shape[-2:])
+    for name, shape in _adapted(model, targets):
+        least = min(shape[-2:])
         if adapter.rank > least:
             raise UserError(
                 f"adapter.rank: {adapter.rank} is larger than the smallest side of '{name}' "
-                f"({' x '.join(f'{n:,}' for n in shapes[name].shape)}); use at most {least:,}, or choose other targets"
+                f"({' x '.join(f'{n:,}' for n in shape)}); use at most {least:,}, or choose other targets"
             )
     return targets
 
 
 def smallest_side(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> int:
     """The largest rank that fits all that the adapter stands beside."""
-    targets, shapes = find_targets(model, layers, adapter), dict(model.named_parameters(remove_duplicate=False))
-    names = (*(f"{module}.weight" for module in targets.modules), *targets.parameters)
-    return min((min(shapes[name].shape[-2:]) for name in names), default=adapter.rank)
+    found = _adapted(model, find_targets(model, layers, adapter))
+    return min((min(shape[-2:]) for _, shape in found), default=adapter.rank)
+
+
+def _adapted(model: PreTrainedModel, targets: Targets) -> Iterator[tuple[str, torch.Size]]:
+    """Names and shapes of the parameters that an adapter stands beside."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in (*(f"{module}.weight" for module in targets.modules), *targets.parameters):
+        yield name, parameters[name].shape
 
 
 def _no_match(model: PreTrainedModel, layers: str, target: str) -> str:

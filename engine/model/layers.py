@@ -26,7 +26,7 @@ from penstock.engine.model.joined import JoinedTwin
 from penstock.engine.model.layer_graph import LayerGraph, Projection, SavedTensors
 from penstock.engine.model.recurrence import Segment, SegmentHandlers, States
 from penstock.engine.model.router import RouterBalance
-from penstock.engine.model.skeleton import LayerCall, Tensors
+from penstock.engine.model.skeleton import LayerCall, Tensors, hidden_states
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.sums import Product, SummedTwin
 
@@ -511,5 +511,5 @@ class LayerRunner:
             with attention.use(in_window):
                 output = run(x, *call.args, **call.kwargs)
         self.sent = self._outbox.take()
-        y: Tensor = output[0] if isinstance(output, tuple) else output
+        y: Tensor = hidden_states(output)
         return y.squeeze(0)  # an index would copy the gradient on the way back

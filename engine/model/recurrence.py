@@ -25,14 +25,14 @@ States = Sequence[Tensor]
 _Key = tuple[str, int]
 
 
-class StateCache:
+class StateCache(TokensBefore):
     """In place of a cache for one call of one layer, as transformers' Cache: the state before its tokens and behind."""
 
     def __init__(self, before: Mapping[_Key, Tensor], offsets: Any = 0) -> None:
         """`before`: (kind, number) -> state; empty at the start of a document. `offsets`: of TokensBefore, where the
         layer counts its positions."""
+        super().__init__(offsets)
         self._before = before
-        self.offsets = offsets
         self.behind: dict[_Key, Tensor] = {}
 
     @classmethod
@@ -76,12 +76,6 @@ class StateCache:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return self.offsets
-
-    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return k, v
 
 
 @dataclass(frozen=True, slots=True)

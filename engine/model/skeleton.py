@@ -68,6 +68,11 @@ CACHE = "past_key_values"
 """What transformers calls a layer's argument for a cache."""
 
 
+def hidden_states(output: Any) -> Any:
+    """Of what a layer returns: they alone, or first of several."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 class _Stop(BaseException):
     """Leaves the model's forward once everything of interest has happened; never seen outside."""
 

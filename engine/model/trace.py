@@ -21,7 +21,7 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.decay import undecayed_matrices
 from penstock.engine.model.joined import readers_of_one
 from penstock.engine.model.recurrence import find_state, with_shapes
-from penstock.engine.model.skeleton import LayerCall
+from penstock.engine.model.skeleton import LayerCall, hidden_states
 from penstock.engine.model.spec import AttentionShape, RecurrentState
 from penstock.engine.model.sums import summed_linears, unread_linear
 from penstock.storage.files.errors import UserError
@@ -64,7 +64,7 @@ class _Seen:
 
     @property
     def output_hidden(self) -> Any:
-        return self.output[0] if isinstance(self.output, tuple) else self.output
+        return hidden_states(self.output)
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def _states(
 
         def run(x: Tensor, call: LayerCall, layer: nn.Module = layer) -> Tensor:
             output = layer(x, *call.args, **call.kwargs)
-            y: Tensor = output[0] if isinstance(output, tuple) else output
+            y: Tensor = hidden_states(output)
             return y
 
         given = [LayerCall(call.args, call.kwargs) for call in calls]
@@ -231,7 +231,7 @@ def _mixes_tokens(kind: str, index: int, layer: nn.Module, call: _Seen) -> bool:
     with attention.use(_blind), torch.enable_grad():
         x = call.hidden.detach().requires_grad_()
         output = layer(x, *call.args, **call.kwargs)
-        y = output[0] if isinstance(output, tuple) else output
+        y = hidden_states(output)
     half = _TOKENS // 2
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
     early, late = weight.clone(), weight
@@ -275,7 +275,7 @@ def _linears(layer: nn.Module, call: _Seen) -> tuple[str | None, tuple[str, ...]
 
     def run(module: nn.Module) -> Tensor:
         output = module(x, *call.args, **call.kwargs)
-        y: Tensor = output[0] if isinstance(output, tuple) else output
+        y: Tensor = hidden_states(output)
         return y
 
     with torch.enable_grad():
@@ -370,7 +370,7 @@ def _state_shapes(
 
         def run(x: Tensor, call: LayerCall, layer: nn.Module = layer) -> Tensor:
             output = type(layer).forward(layer, x, *call.args, **call.kwargs)
-            y: Tensor = output[0] if isinstance(output, tuple) else output
+            y: Tensor = hidden_states(output)
             return y
 
         given = pytree.tree_map_only(MaskPattern, lambda pattern: None, (calls[index].args, calls[index].kwargs))

@@ -40,7 +40,7 @@ ROOMY = {"gpu_bytes": 1 << 30, "ram_bytes": 1 << 30}
 
 
 def buffer_of(format: str, shapes: dict[str, tuple[int, ...]]) -> BufferSpec:
-    return BufferSpec(tuple(ParamSpec(name, shape, True) for name, shape in shapes.items()), True, format)
+    return BufferSpec(tuple(ParamSpec(name, shape, True) for name, shape in shapes.items()), frozen=True, format=format)
 
 
 def values_of(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
