@@ -20,7 +20,7 @@ from penstock.engine.hf.adapter_folder import write_adapter
 from penstock.engine.hf.generation import stop_ids, write_generation_config
 from penstock.engine.hf.named_code import named_code
 from penstock.engine.hf.quantised import open_checkpoint
-from penstock.engine.model import skeleton
+from penstock.engine.model import groups, skeleton
 from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
@@ -66,11 +66,13 @@ def export(
     """
     with closing(RunState(run_dir, recipe, checkpoint)) as run:
         named, recipe, lacks_model = recipe.model.path, run.recipe, run.lacks_model
-        spec, origin, stored = run.spec, run.origin, run.stored
+        spec, origin, stored = groups.uncut(run.spec), run.origin, run.stored
         adapter, constants = spec.adapter, run.constants
 
-        def parameters(name: str) -> Mapping[str, Tensor]:
-            return read_parameters(run.store, name, spec.buffers[name])
+        def of_buffer(name: str) -> Mapping[str, Tensor]:
+            return read_parameters(run.store, name, run.spec.buffers[name])
+
+        parameters = groups.reading_uncut(run.spec, of_buffer)
 
         alone = adapter is not None and not merged and origin is None
         merged = merged or alone
@@ -92,7 +94,8 @@ def export(
             rows = stored if recipe.model.added_tokens and like is not None else None
             whole = spec
             read: weights.ReadBuffer = parameters
-            fixed = {array.buffer: getattr(torch, array.dtype) for array in run.store.arrays() if array.fixed}
+            arrays = ((groups.uncut_name(run.spec, a.buffer), a.dtype) for a in run.store.arrays() if a.fixed)
+            fixed = {name: getattr(torch, array_dtype) for name, array_dtype in arrays}
             fixed = {name: dtype for name, dtype in fixed.items() if not spec.buffers[name].stored}
             if fixed and like is not None:
                 read = _unrounded(spec, parameters, fixed, like, rows)

@@ -371,6 +371,7 @@ def _refuse_unless_exact(spec: ModelSpec, recipe: Recipe, plan: Plan, observer: 
         router_aux_loss=recipe.train.router_aux_loss,
         adapter=spec.adapter,
         split_layers=recipe.train.split_layers,
+        expert_groups=recipe.train.expert_groups,
         frozen_format=recipe.model.frozen_format if spec.adapter is not None else "compute",
         device=device,
     )

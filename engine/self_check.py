@@ -25,6 +25,7 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.forecast.problem import block_shapes, whole_buffers
 from penstock.engine.model.adapters import inject, is_adapter, smallest_side
 from penstock.engine.model.anatomy import refuse_unsupported, take_apart
+from penstock.engine.model.groups import cut, joined, num_experts, own_values
 from penstock.engine.model.quantise import as_held, quantised
 from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.router import balancing_loss, router_coefficient
@@ -87,6 +88,7 @@ def check_model(
     router_aux_loss: float | None = None,
     adapter: AdapterConfig | None = None,
     split_layers: str | None = None,
+    expert_groups: int | None = None,
     device: torch.device = CPU,
     frozen_format: str = "compute",
 ) -> CheckResult:
@@ -95,7 +97,8 @@ def check_model(
     With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it. With
     `router_aux_loss`, or where the config switches it on (TrainConfig), a mixture of experts balances its routers. With
     an `adapter` transformers' model has peft's layers, and what is compared is the adapter's gradients. With
-    `split_layers` that part of a layer is a block of its own. With a `frozen_format` what is frozen is streamed so, and
+    `split_layers` that part of a layer is a block of its own, with `expert_groups` of experts about
+    as many blocks. With a `frozen_format` what is frozen is streamed so, and
     transformers' model has it dequantised.
 
     Some architectures amplify float32 rounding beyond the tolerance, in plain transformers as well (attention scores
@@ -111,7 +114,7 @@ def check_model(
     """
     kind, cut = config.model_type, None
     try:
-        small, spec = _small_model(config, adapter, split_layers, frozen_format)
+        small, spec = _small_model(config, adapter, split_layers, expert_groups, frozen_format)
         cut = "documents" if spec.whole_documents else "chunks"
         aux = router_coefficient(small, router_aux_loss, whole_documents=spec.whole_documents)
         errors = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux)
@@ -140,7 +143,11 @@ def check_model(
 
 
 def _small_model(
-    config: PretrainedConfig, adapter: AdapterConfig | None, split_layers: str | None, frozen_format: str
+    config: PretrainedConfig,
+    adapter: AdapterConfig | None,
+    split_layers: str | None,
+    expert_groups: int | None,
+    frozen_format: str,
 ) -> tuple[PretrainedConfig, ModelSpec]:
     refuse_unsupported(config)
     preparing.report(detail="making a small copy of the model")
@@ -149,7 +156,11 @@ def _small_model(
         if adapter is not None:
             bare = build(small)
             adapter = replace(adapter, rank=min(adapter.rank, smallest_side(bare, find_layers(bare)[0], adapter)))
-        return small, take_apart(small, adapter=adapter, split_layers=split_layers, frozen_format=frozen_format)
+        spec = take_apart(small, adapter=adapter, split_layers=split_layers, frozen_format=frozen_format)
+        if expert_groups is not None:
+            experts = num_experts(spec)  # fewer than the model has
+            spec = cut(spec, max(n for n in range(1, experts + 1) if experts % n == 0 and n <= expert_groups))
+        return small, spec
 
 
 class _InFloat64(TorchFunctionMode):
@@ -186,10 +197,12 @@ def _compare(
         spec = replace(spec, config=small)
     source = random_model(small, seed, adapter=spec.adapter)
     given = {name: p.detach() for name, p in source.named_parameters()}
+    held: dict[str, Tensor] = {}
     for buffer in spec.buffers.values():
         if buffer.stored is not None:
-            for name, value in as_held(buffer, given).items():
-                source.get_parameter(name).data = value
+            held |= as_held(buffer, own_values(buffer, given))
+    for name, value in joined(spec.params, held).items():
+        source.get_parameter(name).data = value
     preparing.report(detail=f"transformers' own gradients, {_name(dtype)}")
     precise = _InFloat64() if dtype == torch.float64 else contextlib.nullcontext()
     with refused("transformers' own forward fails"), precise:
@@ -210,6 +223,7 @@ def _compare(
             grads = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
             with _InFloat64():
                 loss = forward_backward(runner, weights, grads, batch, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
+    grads = joined(spec.params, grads)
     errors = _errors(grads, loss, reference, reference_loss)
     if device.type != "cpu":
         with refused("transformers' own forward fails on the GPU"):
@@ -283,11 +297,12 @@ class _Parameters:
     def read(self, buffer: str, kind: str, part: int, out: Tensor) -> Future[None]:
         """Fill all of a buffer, of the kind "master" or "weights"."""
         spec = self._buffers[buffer]
+        values = own_values(spec, self._parameters)
         if spec.stored is not None:
-            out.copy_(quantised(spec.stored, self._parameters)[0])
+            out.copy_(quantised(spec.stored, values)[0])
         else:
             for name, view in spec.layout.views(out).items():
-                view.copy_(self._parameters[name])
+                view.copy_(values[name])
         return gather([])
 
 

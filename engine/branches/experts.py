@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from penstock.engine.branches.base import Sent
 
@@ -21,3 +22,31 @@ def find(layer: nn.Module) -> str | None:
 def sent(hidden_size: int, experts_per_token: int) -> list[Sent]:
     """Hidden states, to which experts, and how much of each."""
     return [Sent(hidden_size), Sent(experts_per_token, "int32"), Sent(experts_per_token, "float32")]
+
+
+def shrink_to(module: nn.Module, count: int) -> None:
+    """Make an experts' module one of so many of its experts, whose weights it is given."""
+    module.num_experts = count  # type: ignore[assignment]  # what transformers' modules have for their number
+
+
+def run_group(
+    module: nn.Module, rows: tuple[int, int], hidden: Tensor, chosen: Tensor, shares: Tensor
+) -> Tensor | None:
+    """What the experts `rows` (first, end), those of `module`, make of the tokens that chose them: [n, width] for
+    hidden states [n, width], int64 [n, k] of experts and their shares [n, k]; None where no token did.
+
+    A choice at a time: the tokens of one are all different, so that what is added up has one order on any device.
+    """
+    mine = (chosen >= rows[0]) & (chosen < rows[1])
+    tokens = [own.nonzero()[:, 0] for own in mine.unbind(dim=1)]
+    lengths = [len(own) for own in tokens]
+    if not sum(lengths):
+        return None
+    picked = [torch.stack([own, torch.full_like(own, choice)]) for choice, own in enumerate(tokens)]
+    which, choice = torch.cat(picked, dim=1)
+    inputs = torch.cat([hidden.index_select(0, own) for own in tokens])
+    made = module(inputs, chosen[which, choice][:, None] - rows[0], shares[which, choice][:, None])
+    result = torch.zeros_like(hidden)
+    for own, part in zip(tokens, made.split(lengths), strict=True):
+        result = result.index_add(0, own, part)
+    return result

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.engine.config.values import (
+    MOST_EXPERTS,
     MOST_SEQUENCES,
     MOST_STEPS,
     MOST_TOKENS,
@@ -85,6 +86,9 @@ class TrainConfig:
     split_layers: str | None = None
     """A part of every layer that is streamed as a block of its own, after the rest of the layer, so that no slot on the
     GPU has to hold a whole layer: experts, those of a mixture. For models whose layers do not fit the GPU."""
+    expert_groups: int | None = None
+    """With train.split_layers=experts: into how many blocks the experts of a layer are cut, streamed one after the
+    other. Their number must be a multiple of it. none lets the plan choose when a run is new."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations in the forward and backward pass; master weights and moments are always float32.
     auto is bfloat16, but float32 on a CPU without bfloat16 instructions, where it is several times faster, and on a GPU
@@ -121,6 +125,7 @@ class TrainConfig:
         require_counts("train", self, steps, MOST_STEPS)
         require_counts("train", self, ("global_batch_size", "micro_batch_size", "validation_sequences"), MOST_SEQUENCES)
         require_counts("train", self, ("chunk_tokens",), MOST_TOKENS)
+        require_counts("train", self, ("expert_groups",), MOST_EXPERTS)
         for name in ("global_batch_size", "validation_sequences"):
             value = getattr(self, name)
             require(

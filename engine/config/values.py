@@ -103,6 +103,8 @@ def require_kinds(section: str, config: Any) -> None:
                 raise UserError(f"{section}.{item.name}: {one_line(repr(value))} must be {words}")
 
 
+MOST_EXPERTS = 2**16
+"""Of a layer."""
 MOST_LAYERS = 4096
 """Times what the deepest published models have; a model is built layer by layer, if only on the meta device."""
 MOST_SIZE = 2**28

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from penstock.engine.attention.pairs import visible_pairs
 from penstock.engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec, block_of
 from penstock.engine.plan.plan import Filled, Plan
+from penstock.storage.tier.layout import ParamSpec
 
 BACKWARD = 2
 """Forward passes that a backward pass costs: gradients of the inputs and of the weights, where these are trained."""
@@ -35,8 +36,8 @@ def active_params(spec: ModelSpec) -> int:
     """Parameters that a token computes with: of experts those that it is routed to."""
     idle = 0
     for param in spec.params:
-        if len(param.shape) == 3 and param.shape[0] in spec.experts:
-            idle += param.numel - spec.experts_per_token * param.numel // param.shape[0]
+        if len(param.shape) == 3 and (experts := _experts(param)) in spec.experts:
+            idle += param.numel - spec.experts_per_token * param.numel // experts
     return spec.num_params - idle
 
 
@@ -66,9 +67,14 @@ def _matmul(spec: ModelSpec, block: BlockSpec, *, trained: bool = False, end: st
                 continue  # beside the shared token table there may be one of positions
             if len(param.shape) == 2:
                 result += 2 * param.numel
-            elif len(param.shape) == 3 and param.shape[0] in spec.experts:
-                result += 2 * spec.experts_per_token * param.numel // param.shape[0]
+            elif len(param.shape) == 3 and (experts := _experts(param)) in spec.experts:
+                result += 2 * spec.experts_per_token * param.numel // experts
     return result
+
+
+def _experts(param: ParamSpec) -> int:
+    """Of which a parameter of three dimensions has some, or all."""
+    return param.shape[0] if param.rows is None else param.rows.total
 
 
 def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:

@@ -73,6 +73,7 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
         matmul = block_matmul(spec, block) if block.inputs else 0  # what begins with tokens looks them up
         layer, branch = block.layer, block.branch_of
         of, shape = layer if branch is None else branch, None
+        first = next((j for j, other in enumerate(spec.blocks) if branch is not None and other.branch_of == branch), i)
         sends = of is not None and spec.branches and spec.branches[of] is not None
         figures: dict[str, Any] = {}
         if layer is not None:
@@ -107,7 +108,8 @@ def block_shapes(spec: ModelSpec, dtype: str, *, compiled: bool = False) -> tupl
                 buffers=block.buffers,
                 inputs=tuple(numbers[name] for name in block.inputs),
                 input_kinds=("x",) if branch is None else ("x", "sent"),
-                saved_inputs=("x",) if layer is not None else ("sent",) if branch is not None else (),
+                saved_inputs=("x",) if layer is not None else ("sent",) if branch is not None and first == i else (),
+                sent_to=None if first == i else first,
                 sent_bytes_per_token=sum(each.nbytes(item) for each in spec.sent) if sends else 0,
                 backward=i >= spec.lowest_trained,
                 matmul_flops_per_token=matmul,

@@ -22,7 +22,7 @@ from penstock.engine.hf.config import with_floats, without_floats, without_imple
 from penstock.engine.hf.conversion import Conversion, ConversionPlan
 from penstock.engine.hf.named_code import named_code
 from penstock.engine.hf.quantised import DequantisingReader, open_checkpoint, remarks_on_quantised, without_quantisation
-from penstock.engine.model import skeleton
+from penstock.engine.model import groups, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.anatomy import initial_constants
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
@@ -85,7 +85,7 @@ def import_blocks(layout: CheckpointLayout, new_rows: NewRows | None = None) -> 
                 f"{layout.reader.file(name)}: tensor '{name}' is {dtype}, which fp32 cannot represent exactly; convert "
                 f"it to one of {', '.join(FLOAT_DTYPES)}"
             )
-    return _import_blocks(layout, new_rows)
+    return groups.cut_values(layout.cut, _import_blocks(layout, new_rows))
 
 
 def _import_blocks(layout: CheckpointLayout, new_rows: NewRows | None) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -183,7 +183,8 @@ class CheckpointLayout:
 
         UserError naming tensor and file when a tensor is missing, or has another shape than the config makes it.
         """
-        self.spec, self.reader = spec, reader
+        self.cut, self.spec, self.reader = spec, groups.uncut(spec), reader
+        spec = self.spec
         model = skeleton.build(spec.config if stored is None else stored)
         self._rows = {param.name: param.shape for param in spec.params}
         self.plan = ConversionPlan(model, reader)

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
-from penstock.engine.model import adapters, skeleton
+from penstock.engine.model import adapters, groups, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
 from penstock.engine.model.float32 import float32_names
 from penstock.engine.model.graph_size import find_graph_bytes
@@ -158,14 +158,10 @@ def take_apart(
 
 def spec_of_recipe(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
     """The model taken apart as a run of the recipe trains it."""
-    adapter = recipe.adapter if recipe.adapter.is_used else None
-    return take_apart(
-        config,
-        recipe.train.freeze,
-        adapter,
-        split_layers=recipe.train.split_layers,
-        frozen_format=recipe.model.frozen_format,
-    )
+    adapter, train = recipe.adapter if recipe.adapter.is_used else None, recipe.train
+    split, stored = train.split_layers, recipe.model.frozen_format
+    spec = take_apart(config, train.freeze, adapter, split_layers=split, frozen_format=stored)
+    return groups.cut(spec, train.expert_groups or 1)
 
 
 def model_spec(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
@@ -264,7 +260,7 @@ class Initializer:
     def __init__(self, spec: ModelSpec, seed: int, embedding_std: float | None = None):
         """The same arguments give the same values, in any order of calls. `embedding_std`: standard deviation of the
         token embeddings, in place of the model's own."""
-        self._spec, self._seed, self._embedding_std = spec, seed, embedding_std
+        self._cut, self._spec, self._seed, self._embedding_std = spec, groups.uncut(spec), seed, embedding_std
         self._model = _build(spec.config)  # once: with a thousand layers it takes seconds
         self._layers = skeleton.find_layers(self._model)[1]
         self._sites = skeleton.parameter_sites(self._model, exclude=" ")
@@ -273,10 +269,12 @@ class Initializer:
     def buffers(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """All flat buffers in order, of a model with an adapter only the base's; one is in memory at a time."""
         adapted = self._spec.adapter is not None
-        return ((b, self.values(b)) for b in self._spec.buffers if not adapted or self._spec.buffers[b].frozen)
+        own = ((b, self.values(b)) for b in self._spec.buffers if not adapted or self._spec.buffers[b].frozen)
+        return groups.cut_values(self._cut, own)
 
     def values(self, buffer: str) -> dict[str, Tensor]:
-        """One flat buffer's parameters by name, the same whatever is frozen; of a model with an adapter the base's.
+        """The parameters by name of a flat buffer of the uncut model (model/groups.py), the same whatever is frozen; of
+        a model with an adapter the base's.
         Raises UserError naming one that the model does not initialise."""
         owned = buffers_of_blocks(self._spec)
         # A layer and its branch are initialised as one.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.engine.attention.chunk import AttentionState
 from penstock.engine.config import TrainConfig
+from penstock.engine.model.groups import own_values
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment, States
 from penstock.engine.model.runner import ModelRunner
@@ -92,11 +93,12 @@ def in_buffers(spec: ModelSpec, tensors: Tensors) -> dict[str, Tensor]:
     """Copies of parameters, or of what is as large, that lie as in the model's flat buffers: of those of which all are
     there."""
     result: dict[str, Tensor] = {}
-    for layout in layouts(spec).values():
-        own = [tensors[param.name] for param in layout.params if param.name in tensors]
-        if len(own) == len(layout.params):
-            flat = torch.zeros(layout.numel, dtype=own[0].dtype, device=own[0].device)
-            result |= {name: view.copy_(tensors[name]) for name, view in layout.views(flat).items()}
+    for buffer in spec.buffers.values():
+        own = own_values(buffer, tensors)
+        if len(own) == len(buffer.params):
+            like = next(iter(own.values()))
+            flat = torch.zeros(buffer.layout.numel, dtype=like.dtype, device=like.device)
+            result |= {name: view.copy_(own[name]) for name, view in buffer.layout.views(flat).items()}
     return result
 
 
@@ -151,7 +153,9 @@ def forward_backward(
             else:
                 y = layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
             sent[layer].append(layers.sent)
-            outputs.append(runner.branches.forward(layer, here, y, layers.sent) if layers.sent else y)
+            for group in range(runner.branches.groups(layer)):
+                y = runner.branches.forward(layer, here, y, sent[layer][-1], group=group)
+            outputs.append(y)
         hidden = outputs
     if layers.balance is not None:
         layers.balance.settle(sum(stream.num_filled for stream in streams))
@@ -183,7 +187,9 @@ def forward_backward(
             if layers.balance is not None:
                 layers.balance.watch(chunk.filled, counting=False)
             given, dy = sent[layer][i], hidden[i]
-            dsent = runner.branches.backward(layer, here, given, dy, sums) if given else ()
+            dsent: Sequence[Tensor] = ()
+            for group in reversed(range(runner.branches.groups(layer))):
+                dsent = runner.branches.backward(layer, here, given, dy, sums, group=group, dsent=dsent)
             if recurrent:
                 handlers, before = layers.segment_handlers(layer, state), begun[layer][i]
                 hidden[i], behind = layers.backward_segments(

@@ -44,6 +44,8 @@ class BlockSpec:
     """Which of the model's decoder layers it computes, all of it but a branch."""
     branch_of: int | None = None
     """Of which decoder layer it computes a part that is a block of its own (engine/branches)."""
+    group: tuple[int, int] | None = None
+    """Which experts it has, first and end, where those of a layer are several such blocks (model/groups.py)."""
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,13 @@ _ROWS = (
         slots=6,
         ram="ram.boundary",
     ),
-    # Slots: the running op's and its gradient, the next one's, one on its way out.
+    # Slots: the running op's and its gradient before and behind it, the next one's, one on its way out.
     ActivationKind(
         name="sent",
         says="what a layer hands to a branch",
         bytes_per_token=_sent,
         gpu="gpu.sent",
-        slots=4,
+        slots=6,
         ram="ram.sent",
         saved=True,
         gradient="dsent",
@@ -87,7 +87,7 @@ _ROWS = (
         says="the gradient of what a layer hands to a branch",
         bytes_per_token=_sent,
         gpu="gpu.sent",
-        slots=4,
+        slots=6,
         ram="ram.sent",
     ),
     # Slots: the running op's, the next one's, one on its way out.

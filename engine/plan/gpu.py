@@ -195,7 +195,7 @@ def with_share(used_bytes: int, share: int) -> int:
 
 def _pools(problem: PlanInput) -> dict[str, Pool]:
     """Buffer -> the slots that it takes: a small embedding or head takes those of the layers."""
-    layers = {name for block in problem.blocks if block.saved_inputs for name in block.buffers}
+    layers = {name for block in problem.blocks if block.of_layer for name in block.buffers}
     most = {False: 0, True: 0}
     """Bytes of the largest layer's buffer of those that are trained and of those that are frozen."""
     for buffer in problem.buffers:

@@ -114,6 +114,9 @@ class BlockShape:
     """Those of them that backward computes with again."""
     sent_bytes_per_token: int = 0
     """What a layer hands to a branch of it (engine/branches): of both blocks."""
+    sent_to: int | None = None
+    """Where a layer has several branches, one behind the other, which all take what it sends: the first of them, under
+    which that is known and saved. None: this is that one itself, or no branch."""
     backward: bool = True
     """Whether backward passes through it: it or a block below it has something to be trained."""
     out_bytes_per_token: int = 0
@@ -147,6 +150,11 @@ class BlockShape:
     """Those of them that make queries, keys and values."""
 
     @property
+    def of_layer(self) -> bool:
+        """Whether it is a decoder layer or a part of one, which backward runs forward once more."""
+        return bool(self.saved_inputs) or self.sent_to is not None
+
+    @property
     def attends(self) -> bool:
         return self.kv_bytes_per_token > 0
 
@@ -161,7 +169,8 @@ class BlockShape:
     @property
     def nameless(self) -> BlockShape:
         """Equal of blocks that compute the same."""
-        return replace(self, name="", buffers=(), inputs=())
+        saved = self.saved_inputs if self.sent_to is None else ("sent",)
+        return replace(self, name="", buffers=(), inputs=(), sent_to=None, saved_inputs=saved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

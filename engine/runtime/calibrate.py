@@ -16,6 +16,7 @@ from operator import attrgetter
 
 import torch
 from msgspec import structs
+from torch import Tensor
 
 from penstock.engine import preparing
 from penstock.engine.clock import elapsed_s
@@ -23,6 +24,8 @@ from penstock.engine.config import TrainConfig
 from penstock.engine.forecast.costs import Calibration, Conditions, Costs, Sample, op_kind
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.machine.profile import Machine
+from penstock.engine.model.groups import num_experts, uncut
+from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.optim.base import UpdateRange
 from penstock.engine.plan.plan import Plan
@@ -32,6 +35,7 @@ from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.executor import Executor
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu
 from penstock.engine.runtime.runtime import Runtime
+from penstock.engine.runtime.views import sent_parts
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -112,7 +116,7 @@ def _compute_ops(
     runner, documents = compute.runner, [m.documents for m in batch]
     device = runner.device
     gpu = allocate_gpu(plan, device)
-    _fill(gpu, runner.dtype)
+    _fill(gpu, plan.max_chunk_tokens, runner)
     samples: dict[str, list[Sample]] = {}
     graphs: dict[str, int] = {}
     with closing(HostArena(ALIGNMENT, budget_bytes=ALIGNMENT)) as arena:
@@ -124,7 +128,7 @@ def _compute_ops(
         units = list(_units(plan, costs, documents))
         chosen = _chosen(units)
         if brief:
-            layers = {block.name for block in plan.blocks if block.saved_inputs}
+            layers = {block.name for block in plan.blocks if block.of_layer}
             chosen = [unit for unit in chosen if unit.ops[0].block in layers]
         timed = chosen + ([] if brief else _to_save(plan, units))
         for unit, times, last_graph_bytes in _measured(timed, runtime, 1 if brief else REPEATS):
@@ -137,8 +141,10 @@ def _compute_ops(
     return samples, graphs
 
 
-def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
-    """Ordinary numbers everywhere: what memory happens to hold could be slow to compute with."""
+def _fill(gpu: GpuMemory, tokens: int, runner: ModelRunner) -> None:
+    """Ordinary numbers everywhere: what memory happens to hold could be slow to compute with. What is sent to
+    experts, of so many `tokens`, goes to all in turn."""
+    dtype = runner.dtype
     tile = (torch.randn(_TILE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     raws = [*(slot for pool in POOLS for slot in gpu.weights[pool]), *gpu.slots[r.GPU_HIDDEN]]
     flats = [raw.view(dtype) for raw in raws] + ([] if gpu.copy is None else [gpu.copy])
@@ -148,8 +154,21 @@ def _fill(gpu: GpuMemory, dtype: torch.dtype) -> None:
         for piece in flat.split(_TILE):
             piece.copy_(source[: piece.numel()])
     others = [each for space, each in gpu.slots.items() if space not in (r.GPU_HIDDEN, r.GPU_GRAPH_SLOT)]
-    for raw in itertools.chain(*gpu.window.values(), *others):  # a router's: all tokens to the first experts, no share
+    for raw in itertools.chain(*gpu.window.values(), *others):
         raw.zero_()
+    for raw in gpu.slots.get(r.GPU_SENT, ()):
+        _send_in_turn(raw, tokens, runner)
+
+
+def _send_in_turn(raw: Tensor, tokens: int, runner: ModelRunner) -> None:
+    """Let what a layer has sent of so many tokens choose all of its experts alike."""
+    sent = runner.spec.sent
+    for part, each in zip(sent_parts(raw, tokens, sent, runner.dtype), sent, strict=True):
+        if each.dtype == "int32":
+            turns = torch.arange(part.numel(), dtype=torch.int32, device=raw.device)
+            part.copy_(turns.view_as(part) % num_experts(uncut(runner.spec)))
+        else:
+            part.fill_(1 / each.width)
 
 
 def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iterator[_Unit]:

@@ -442,21 +442,30 @@ class BranchOps:
         """What the layer made of a chunk, with its branch's output added."""
         views, chunk = self._views, self._views.chunk(op)
         x, sent = views.hidden(op.slots[a.X], chunk), views.sent(op.slots[a.SENT], chunk)
-        y = self._branches.forward(views.layer(op), views.weights(op), x, sent)
+        y = self._branches.forward(views.layer(op), views.weights(op), x, sent, group=views.group(op))
         views.hidden(op.slots[a.OUT], chunk).copy_(y)
 
     @handles(*a.BRANCH_BACKWARD.values())
     def _backward(self, op: Op) -> None:
         views, chunk = self._views, self._views.chunk(op)
         sent, dy = views.sent(op.slots[a.SENT], chunk), views.hidden(op.slots[a.DY], chunk)
-        gradients = views.gradients(op)
-        result = self._branches.backward(views.layer(op), views.weights(op), sent, dy, gradients)
+        gradients, dsent = views.gradients(op), self._dsent(op, a.DSENT)
+        group = views.group(op)
+        result = self._branches.backward(
+            views.layer(op), views.weights(op), sent, dy, gradients, group=group, dsent=dsent
+        )
         gradients.settle()
         if a.OUT in op.slots:  # else nothing below is trained
             views.hidden(op.slots[a.OUT], chunk).copy_(dy)
-            targets = self._branches.with_gradient(views.sent(op.slots[a.DSENT], chunk))
+            targets = self._dsent(op, a.DSENT_OUT)
             for target, gradient in zip(targets, result, strict=True):
                 target.copy_(gradient)
+
+    def _dsent(self, op: Op, role: str) -> Sequence[Tensor]:
+        """Gradients of what is sent, of the branches behind this one or with its own; none, where there are none."""
+        if role not in op.slots:
+            return ()
+        return self._branches.with_gradient(self._views.sent(op.slots[role], self._views.chunk(op)))
 
 
 def _tokens(chunk: Chunk) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.branches.base import Sent
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment
 from penstock.engine.model.runner import ModelRunner
@@ -34,6 +35,12 @@ def laid_out(raw: Tensor, *parts: tuple[torch.dtype, tuple[int, ...]]) -> list[T
         result.append(raw[start:end].view(dtype).view(shape))
         start = end
     return result
+
+
+def sent_parts(raw: Tensor, tokens: int, sent: Sequence[Sent], dtype: torch.dtype) -> list[Tensor]:
+    """What a layer hands to its branch, each [tokens, width], in uint8 `raw`; `dtype`: of the computation."""
+    dtypes = {"compute": dtype, "int32": torch.int32, "float32": torch.float32}
+    return laid_out(raw, *((dtypes[each.dtype], (tokens, each.width)) for each in sent))
 
 
 def keys_and_values(raw: Tensor, tokens: int, shape: AttentionShape, dtype: torch.dtype) -> list[Tensor]:
@@ -73,6 +80,11 @@ class Views:
         layer = block.layer if block.branch_of is None else block.branch_of
         assert layer is not None
         return layer
+
+    def group(self, op: Op) -> int:
+        """Which of the layer's groups of experts the op's block is."""
+        group = self.runner.spec.blocks[self.block_index(op.block)].group
+        return 0 if group is None else group[0] // (group[1] - group[0])
 
     def chunk(self, op: Op, index: int | None = None) -> Chunk:
         """The op's chunk, or the one of its batch that bears `index`, as far as it holds tokens."""
@@ -216,9 +228,8 @@ class Views:
 
     def sent(self, slot: int, chunk: Chunk) -> list[Tensor]:
         """What a layer hands to its branch of a chunk, or its gradients, in a slot on the compute device."""
-        dtypes = {"compute": self.dtype, "int32": torch.int32, "float32": torch.float32}
-        parts = ((dtypes[each.dtype], (chunk.end - chunk.start, each.width)) for each in self.runner.spec.sent)
-        return laid_out(self.gpu.slots[r.GPU_SENT][slot], *parts)
+        raw, tokens = self.gpu.slots[r.GPU_SENT][slot], chunk.end - chunk.start
+        return sent_parts(raw, tokens, self.runner.spec.sent, self.dtype)
 
     def send(self, slot: int, chunk: Chunk, sent: Sequence[Tensor]) -> None:
         """Put what a layer has handed to its branch of a chunk into a slot."""

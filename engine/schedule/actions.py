@@ -18,7 +18,7 @@ from penstock.engine.schedule.action import Cost, Lane, Move, Phase, Work
 
 # Slots of an op, by role.
 X, DY, OUT, SAVED, KV, DKV, GRAPH = "x", "dy", "out", "saved", "kv", "dkv", "graph"
-SENT, DSENT = "sent", "dsent"
+SENT, DSENT, DSENT_OUT = "sent", "dsent", "dsent_out"
 RECURRENT, BEHIND = "recurrent", "behind"
 """The recurrent state that a chunk begins with, and the one behind it."""
 SLOT = "slot"
@@ -297,7 +297,7 @@ SPILL = _of_kinds("spill", "nvme_write", "writes {} to NVMe", _SAVED, reads=_in_
 UNSPILL = _of_kinds(
     "unspill", "nvme_read", "reads {} from NVMe for the last time", _SAVED, writes=_in_ram, adds=_on_nvme
 )
-PEEK = _of_kinds("peek", "nvme_read", "reads {} from NVMe", ["x"], reads=_on_nvme, writes=_in_ram)
+PEEK = _of_kinds("peek", "nvme_read", "reads {} from NVMe", ["x", "sent"], reads=_on_nvme, writes=_in_ram)
 DISCARD = _of_kinds("discard", "nvme_read", "removes {} from NVMe", _SAVED, writes=_on_nvme)
 
 LOAD_SAMPLE_KV = _load(

@@ -100,9 +100,11 @@ class ActivationSchedule:
 
     def load(self, kind: str, mode: Mode, layer: int, chunk: Chunk) -> int:
         """Slot with input `kind` of a block's chunk, or the gradient of its output, loaded unless it is still there."""
+        last_use, sent_to = mode == "backward", self._plan.blocks[layer].sent_to
+        if kind == a.SENT and sent_to is not None:
+            layer, last_use = sent_to, False
         content, pool = (kind, *self.content(layer, chunk)), self.pool(kind)
         slot = pool.find(content)
-        last_use = mode == "backward"
         if slot is None:
             slot = pool.take(content)
             slots = {a.SLOT: slot}

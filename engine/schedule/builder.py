@@ -29,8 +29,8 @@ from penstock.engine.schedule.state import Load, StateSchedule
 
 
 def _role(kind: str) -> str:
-    """Role of the slot for what an op makes: of hidden states it has inputs of the same kinds."""
-    return a.OUT if kind in (a.X, a.DY) else kind
+    """Role of the slot for what an op makes, where it may have an input of the same kind as well."""
+    return a.OUT if kind in (a.X, a.DY) else a.DSENT_OUT if kind == a.DSENT else kind
 
 
 def _read(slots: Mapping[str, int], made: Container[str]) -> list[Resource]:
@@ -236,7 +236,9 @@ class ScheduleBuilder:
             loaded[a.GRAPH] = self._activations.load_saved(a.GRAPH, layer, chunk)
         if task.mode == "generate" and task.first:
             self._samples.open(layer)
-        kinds = block.saved_inputs if task.mode == "backward" else block.input_kinds if block.inputs else ()
+        kinds = block.input_kinds if block.inputs else ()
+        if task.mode == "backward":
+            kinds = self._plan.blocks[block.sent_to or layer].saved_inputs
         if task.mode == "backward":
             of_output = self._plan.blocks[self._next[layer]].input_kinds
             kinds = (*(() if has_graph else kinds), *(GRADIENT_OF[kind] for kind in of_output))
@@ -279,7 +281,8 @@ class ScheduleBuilder:
             activations.store(kind, task.mode, other, chunk, slots[_role(kind)])
         for kind in loaded.keys() & BETWEEN:
             # What is saved of a block's inputs is read again in backward.
-            activations.pool(kind).release(loaded[kind], keep=kind in block.saved_inputs and reread)
+            more = kind == a.SENT and task.mode != "backward"  # there may be another branch
+            activations.pool(kind).release(loaded[kind], keep=more or (kind in block.saved_inputs and reread))
         if a.SAVED in slots:
             activations.pool(a.SAVED).release(slots[a.SAVED], keep=reread)
         if a.GRAPH in slots:
@@ -303,7 +306,10 @@ class ScheduleBuilder:
         gradients of an input's output where that has a backward."""
         block = self._plan.blocks[task.layer]
         if task.mode in ONWARD and task.following is not None:
-            return self._plan.blocks[task.following].input_kinds, task.following
+            following = self._plan.blocks[task.following]
+            # What a layer sends is there already for all of its branches but the first.
+            kinds = following.input_kinds if following.sent_to is None else (a.X,)
+            return kinds, task.following
         if block.inputs and task.mode in WITH_GRADIENTS and self._plan.blocks[block.inputs[0]].backward:
             return [GRADIENT_OF[kind] for kind in block.input_kinds], block.inputs[0]
         return (), task.layer

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +17,16 @@ ALIGN_NUMEL = 2048
 direct I/O and GPUDirect want of offsets, sizes and addresses."""
 
 
+class Rows(NamedTuple):
+    """Of a parameter that is cut along its first dimension."""
+
+    of: str
+    """Name of the whole one."""
+    first: int
+    total: int
+    """Rows of the whole one."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter of a block: its state-dict name, its shape and whether weight decay applies to it."""
@@ -24,6 +34,8 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     decay: bool
+    rows: Rows | None = None
+    """Which ones it has, where it is a part of a parameter."""
 
     @property
     def numel(self) -> int:

@@ -119,14 +119,22 @@ class Branches:
     def __init__(self, around: Arithmetic) -> None:
         self._around = around
 
-    def forward(self, index: int, weights: Tensors, x: Tensor, sent: Sequence[Tensor]) -> Tensor:
+    def forward(self, index: int, weights: Tensors, x: Tensor, sent: Sequence[Tensor], group: int = 0) -> Tensor:
         self._around._cuda.use(*weights.values(), x, *sent, write=False)
         return self._around._result(x.shape[0])
 
     def backward(
-        self, index: int, weights: Tensors, sent: Sequence[Tensor], dy: Tensor, grads: Tensors
+        self,
+        index: int,
+        weights: Tensors,
+        sent: Sequence[Tensor],
+        dy: Tensor,
+        grads: Tensors,
+        *,
+        group: int = 0,
+        dsent: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        self._around._cuda.use(*weights.values(), *sent, dy, write=False)
+        self._around._cuda.use(*weights.values(), *sent, dy, *dsent, write=False)
         self._around._cuda.use(*grads.values(), write=True)
         return self._around._scratch(dy.shape[0], [each for each in self._around.spec.sent if each.has_gradient])
 

@@ -68,7 +68,14 @@ class Replay:
             getattr(self, "_" + op.action.name, self._block)(op)
 
     def _content(self, kind: str, op: Op, chunk: int | None = None) -> tuple[Any, ...]:
-        return (kind, self._number[op.block], op.index if chunk is None else chunk, (op.step, op.batch))
+        number = self._number[op.block]
+        number = self._saver(number) if kind == "sent" else number
+        return (kind, number, op.index if chunk is None else chunk, (op.step, op.batch))
+
+    def _saver(self, number: int) -> int:
+        """The block under which what it takes from the layer that it is a branch of is known."""
+        first = self.plan.blocks[number].sent_to
+        return number if first is None else first
 
     def _move(self, verb: str, kind: str, op: Op) -> None:
         content = self._content(kind, op)
@@ -149,7 +156,7 @@ class Replay:
         following = next((i for i, other in enumerate(self.plan.blocks) if number in other.inputs), None)
         taken = shape.input_kinds if shape.inputs else ()
         if backward:
-            taken = () if has_graph else shape.saved_inputs
+            taken = () if has_graph else self.plan.blocks[self._saver(number)].saved_inputs
         for kind in taken:
             self._wants(r.activation(kind, op.slots[kind]), self._content(kind, op), op)
         if backward:
@@ -184,9 +191,9 @@ class Replay:
             assert a.OUT not in op.slots
         elif op.action.phase in ("forward", "evaluate", "generate"):
             assert following is not None
-            self._make(
-                op, {kind: (kind, following, op.index, batch) for kind in self.plan.blocks[following].input_kinds}
-            )
+            kinds = self.plan.blocks[following].input_kinds
+            made = ("x",) if self._saver(following) != following else kinds
+            self._make(op, {kind: (kind, following, op.index, batch) for kind in made})
         elif not shape.inputs or not self.plan.blocks[shape.inputs[0]].backward:
             assert a.OUT not in op.slots
         else:
@@ -215,7 +222,8 @@ class Replay:
 
     def _make(self, op: Op, contents: Mapping[str, tuple[Any, ...]]) -> None:
         for kind, content in contents.items():
-            place = r.activation(kind, op.slots[a.OUT if kind in (a.X, a.DY) else kind])
+            role = a.OUT if kind in (a.X, a.DY) else a.DSENT_OUT if kind == a.DSENT else kind
+            place = r.activation(kind, op.slots[role])
             assert place in op.writes
             self.held[place] = content
 

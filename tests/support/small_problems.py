@@ -45,6 +45,7 @@ def problem(
     frozen: frozenset[int] = frozenset(),
     halves: frozenset[int] = frozenset(),
     experts: frozenset[int] = frozenset(),
+    groups: int = 1,
     recurrent: frozenset[int] = frozenset(),
     kept: frozenset[int] = frozenset(),
     quantised: bool = False,
@@ -54,8 +55,9 @@ def problem(
 
     Of the blocks `frozen`, by index, nothing is trained, but for the last layer; of those in `halves` a page is;
     those in `kept` have a page more, in float32, which is frozen where all of the block is. The layers in `experts`
-    have those as a block of their own; those in `recurrent` carry a state, and attend as well where the window is
-    whole; heads of those in `wide` are twice as wide. `quantised`: of layers and experts what is frozen.
+    have those as a block of their own, or in so many `groups`;
+    those in `recurrent` carry a state, and attend as well where the window is whole; heads of those in `wide` are twice
+    as wide. `quantised`: of layers and experts what is frozen.
     """
     blocks = [BlockShape(name="embed", kind="embed", buffers=("embed",))]
     whole = more.get("kv_window", SIZES["kv_window"]) == "whole"
@@ -87,17 +89,21 @@ def problem(
         attends = i not in without_attention and (whole or i not in recurrent)
         blocks.append(replace(layer, **attention) if attends else layer)
         if i in experts:
-            own = BlockShape(
-                name=f"layers.{i}.experts",
-                kind="experts",
-                buffers=(f"layers.{i}.experts",),
-                inputs=(len(blocks) - 1,),
-                input_kinds=("x", "sent"),
-                saved_inputs=("sent",),
-                sent_bytes_per_token=SENT,
-                matmul_flops_per_token=2 * 2 * 2048,
-            )
-            blocks.append(own)
+            first = len(blocks)
+            for group in range(groups):
+                name = f"layers.{i}.experts" + f".{group}" * (groups > 1)
+                own = BlockShape(
+                    name=name,
+                    kind="experts",
+                    buffers=(name,),
+                    inputs=(len(blocks) - 1,),
+                    input_kinds=("x", "sent"),
+                    saved_inputs=() if group else ("sent",),
+                    sent_to=first if group else None,
+                    sent_bytes_per_token=SENT,
+                    matmul_flops_per_token=2 * 2 * 2048,
+                )
+                blocks.append(own)
     head = ("head",) if own_head else ()
     shared = (*head, "embed") if tied or not own_head else head
     flops = 2 * edge * 2048
@@ -107,7 +113,11 @@ def problem(
     sizes = {"embed": edge * 2048} | {block.name: 4 * 2048 for block in blocks[1:-1]}
     if own_head:
         sizes["head"] = 2048 if tied else edge * 2048
-    blocks, buffers = _freeze(blocks, sizes, frozen - {len(blocks) - 2}, halves, kept)
+    # Groups of a layer's experts are alike.
+    first = [i if block.sent_to is None else block.sent_to for i, block in enumerate(blocks)]
+    chosen = (frozen - {first[-2]}, halves, kept)
+    alike = (frozenset(i for i, one in enumerate(first) if one in each) for each in chosen)
+    blocks, buffers = _freeze(blocks, sizes, *alike)
     if quantised:
         quantisable = (b.frozen and not b.float32 and b.name.startswith("layers.") for b in buffers)
         buffers = [_quantised(b) if yes else b for b, yes in zip(buffers, quantisable, strict=True)]
@@ -128,14 +138,14 @@ def _freeze(
     kept: frozenset[int],
 ) -> tuple[list[BlockShape], list[BufferShape]]:
     """The blocks and their buffers, of `sizes`, with what is frozen, or kept in float32, in buffers of its own."""
-    wholly = {blocks[i].name for i in frozen if i < len(blocks)}
-    partly = {blocks[i].name for i in halves if i < len(blocks)} - wholly
+    wholly = {blocks[i].name for i in frozen}
+    partly = {blocks[i].name for i in halves} - wholly
     split: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
         stays = size if name in wholly else max(2048, size - 2048) if name in partly else 0
         trained = 0 if name in wholly else 2048 if name in partly else size
         split[name] = {n: s for n, s in ((name, trained), (f"{name}.frozen", stays)) if s}
-        if name in {blocks[i].name for i in kept if i < len(blocks)}:
+        if name in {blocks[i].name for i in kept}:
             split[name][f"{name}.float32" + ".frozen" * (name in wholly)] = 2048
     buffers = [
         BufferShape(
@@ -174,6 +184,7 @@ BOTH = {
     "graph_bytes": st.sampled_from([None, 300, 3000]),
     "samples": spaces,
     "experts": some_blocks,
+    "groups": st.integers(1, 3),
     "recurrent": some_blocks,
     "scores": st.booleans(),
     "frozen": some_blocks,

@@ -41,6 +41,7 @@ from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.adapter_values import with_adapter
 from penstock.engine.model.anatomy import Initializer, take_apart
 from penstock.engine.model.graph_size import find_graph_bytes
+from penstock.engine.model.groups import cut
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
@@ -161,14 +162,19 @@ def train_run(
 
 @cache
 def _spec(
-    config_json: str, freeze: tuple[str, ...], adapter_json: str | None, split_layers: str | None, frozen_format: str
+    config_json: str,
+    freeze: tuple[str, ...],
+    adapter_json: str | None,
+    split_layers: str | None,
+    frozen_format: str,
+    expert_groups: int,
 ) -> ModelSpec:
     adapter = None if adapter_json is None else AdapterConfig(**json.loads(adapter_json))
     config = make_config(json.loads(config_json), "test")
     spec = take_apart(config, freeze, adapter, split_layers=split_layers, frozen_format=frozen_format)
     for dtype in DTYPE_BYTES:
         find_graph_bytes(spec, dtype)
-    return spec
+    return cut(spec, expert_groups)
 
 
 def spec_of(
@@ -177,10 +183,11 @@ def spec_of(
     adapter: AdapterConfig | None = None,
     split_layers: str | None = None,
     frozen_format: str = "compute",
+    expert_groups: int = 1,
 ) -> ModelSpec:
     """The model taken apart, once per config, what is frozen and adapter."""
     used = json.dumps(asdict(adapter)) if adapter is not None and adapter.is_used else None
-    return _spec(config.to_json_string(use_diff=False), tuple(freeze), used, split_layers, frozen_format)
+    return _spec(config.to_json_string(use_diff=False), tuple(freeze), used, split_layers, frozen_format, expert_groups)
 
 
 def plan_of(
@@ -244,7 +251,7 @@ def session(
     corpus = prepared.corpus
     vocabulary = run.model.vocab_size if prepared.tokenizer is None else prepared.tokenizer.vocab_size
     config = model_config(run, vocabulary)
-    spec = spec_of(config, train.freeze, adapter, train.split_layers, run.model.frozen_format)
+    spec = spec_of(config, train.freeze, adapter, train.split_layers, run.model.frozen_format, train.expert_groups or 1)
     prompts = prepare_prompts(run, prepared.tokenizer, spec)
     lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])

@@ -354,6 +354,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "scores of whole sequences": ({"scores": True}, PlanOptions()),
     "experts": (SAMPLES | {"experts": frozenset({0, 2})}, PlanOptions()),
     "experts on NVMe": (SCARCE | {"experts": frozenset({0, 1, 2})}, PlanOptions()),
+    "experts in groups, on NVMe": (SCARCE | {"experts": frozenset({0, 1}), "groups": 2}, PlanOptions()),
     "a state from chunk to chunk": ({"recurrent": frozenset({0, 2}), "gpu_budget": 1}, PlanOptions()),
     "a state from chunk to chunk on NVMe": (SCARCE | {"recurrent": frozenset({0, 1})}, PlanOptions()),
     "halves frozen, quantised": (SCARCE | {"halves": frozenset({1, 2}), "quantised": True}, PlanOptions()),
