@@ -134,6 +134,8 @@ def open_session(
             prompt_tokens=None if prompts is None else tuple(map(len, prompts.ids)),
         )
         reservation.reserve(limits)
+        task = task.grouped(machine, documents, filled)
+        spec, recipe, train = task.spec, task.recipe, task.recipe.train
         least = task.settled().budgets
         reservation.reserve(least)  # other processes may plan with the rest
         on_drive = None if placement is None else placement.enter_drive

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.engine.config import Recipe
+from penstock.engine.config import Recipe, state_folder
 from penstock.storage.files.model_folder import MORE_TEMPLATES, is_followed, more_templates
 from penstock.storage.offsite.location import may_be_named
+from penstock.storage.tier.manifest import FILE_NAME, Manifest
 
 INPUTS = "inputs"
 """Folder of a run directory: what the recipe names elsewhere, saved for a machine that does not have it."""
@@ -42,7 +43,7 @@ def run_files(run_dir: Path, recipe: Recipe) -> dict[str, Path]:
 
 def with_saved_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
     """The recipe with what was saved of its model's folder, tokenizer and chat template, where these are not here. Of
-    the model there are no weights then."""
+    the model there are no weights then. And with the groups of experts that the run began with."""
     saved = run_dir / INPUTS
     model = replace(recipe.model, path=_here(recipe.model.path, saved / _MODEL))
     data = replace(
@@ -50,7 +51,20 @@ def with_saved_inputs(recipe: Recipe, run_dir: Path) -> Recipe:
         tokenizer=_here(recipe.data.tokenizer, saved / _TOKENIZER),
         chat_template=_here(recipe.data.chat_template, saved / _template_name(recipe)),
     )
-    return recipe if (model, data) == (recipe.model, recipe.data) else replace(recipe, model=model, data=data)
+    train = recipe.train
+    if train.split_layers is not None and train.expert_groups is None:
+        train = replace(train, expert_groups=_stored_groups(state_folder(run_dir)))
+    if (model, data, train) == (recipe.model, recipe.data, recipe.train):
+        return recipe
+    return replace(recipe, model=model, data=data, train=train)
+
+
+def _stored_groups(state: Path) -> int | None:
+    """Into how many groups the experts of a layer are cut in a run's state; None where there is none yet."""
+    if not (state / FILE_NAME).exists():
+        return None
+    numbers = (re.search(r"\.experts\.(\d+)", array.buffer) for array in Manifest.read(state).arrays)
+    return 1 + max((int(number[1]) for number in numbers if number is not None), default=0)
 
 
 def _template_name(recipe: Recipe) -> str:

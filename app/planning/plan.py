@@ -96,7 +96,8 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanReque
     drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
     budgets = run_budgets(recipe.budgets, where, drives, new=True, others=reserved())
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, where))
-    return on, PlanRequest(spec=_spec(recipe, where.type), recipe=recipe, budgets=budgets, device_type=where.type)
+    spec = _spec(recipe, where.type)
+    return on, PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=where.type).grouped(on)
 
 
 def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> PlanRequest:
@@ -109,7 +110,7 @@ def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> 
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
     if spec is None:
         spec = _spec(recipe, device)
-    return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device)
+    return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device).grouped(on)
 
 
 def _spec(recipe: Recipe, device: str) -> ModelSpec:

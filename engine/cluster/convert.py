@@ -15,11 +15,12 @@ from penstock.engine import preparing
 from penstock.engine.cluster import layout
 from penstock.engine.config import Recipe, drive_folders, parse_bytes, state_folder
 from penstock.engine.export import RunState
-from penstock.engine.forecast.cluster import require_unquantised
+from penstock.engine.forecast.cluster import require_whole
 from penstock.engine.forecast.request import buffer_shapes
 from penstock.engine.hf.constants import CONSTANTS_FILE, write_constants
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.optim.base import find_optimizer
+from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.runtime.state import arrays_of
 from penstock.storage.files.disk import disk_error
 from penstock.storage.generations.store import NvmeStore
@@ -33,7 +34,7 @@ def write_dcp(run_dir: Path, recipe: Recipe, folder: Path, checkpoint: str | Non
     `folder` is new or empty, or a whole checkpoint that is replaced.
     Raises UserError when there is no generation, or the disk fails; then nothing of it is left.
     """
-    require_unquantised(recipe)
+    require_whole(with_saved_inputs(recipe, run_dir))
     with closing(RunState(run_dir, recipe, checkpoint)) as run:
         planner = _Streaming(run, find_optimizer(recipe.train).kinds)
         meta = {name: value for name, value in run.store.meta.items() if name not in ("plan", "constants")}
@@ -93,7 +94,7 @@ def read_dcp(folder: Path, record: layout.Record, spec: ModelSpec, recipe: Recip
     Raises UserError for another model's or a damaged checkpoint, and for a full disk; then no generation is there.
     """
     optimizer = find_optimizer(recipe.train)
-    require_unquantised(recipe)
+    require_whole(recipe)
     layout.require_intact(folder)
     layout.require_same_model(folder, spec, optimizer.kinds)
     arrays = arrays_of(buffer_shapes(spec, recipe), optimizer.state_kinds)

@@ -23,7 +23,7 @@ from penstock.engine.cluster.step import Share, train_step, validate
 from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, state_folder, whole_document_notes
 from penstock.engine.data.loader import DataLoader, ValidationSet, make_loader, make_validation
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
-from penstock.engine.forecast.cluster import require_unquantised
+from penstock.engine.forecast.cluster import require_whole
 from penstock.engine.forecast.flops import model_flops
 from penstock.engine.gains import EarlyEnd, Gains
 from penstock.engine.hf.config import require_overrides
@@ -81,7 +81,7 @@ def train_cluster(
     identity, recipe = run_identity(recipe), with_saved_inputs(recipe, run_dir)
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    ranks.together(lambda: require_unquantised(recipe))
+    ranks.together(lambda: require_whole(recipe))
     ranks.together(lambda: require_even(recipe, ranks.count, context_parallel))
     mesh = ranks.together(lambda: ranks.mesh(device))
     group = ranks.neighbours(device, context_parallel)

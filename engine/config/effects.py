@@ -102,6 +102,11 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
         "nothing is frozen; set adapter.method to lora, dora or rslora, or freeze matrices with train.freeze",
     ),
     (
+        "train.expert_groups",
+        lambda r: r.train.split_layers == "experts",
+        "no experts are blocks of their own; set train.split_layers=experts",
+    ),
+    (
         "data.path",
         lambda r: r.data.source not in PATHLESS,
         "data.source={sources} reads no path; set data.source=auto, or the format of the data",

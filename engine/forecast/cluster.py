@@ -100,19 +100,25 @@ def collective(cluster: Cluster, nbytes: float) -> Traffic:
     return Traffic(inside and inside + COLLECTIVE_S, across and across + COLLECTIVE_S)
 
 
-def require_unquantised(recipe: Recipe) -> None:
-    """Raise UserError where frozen weights are quantised: several machines and DCP checkpoints have none that are."""
+def require_whole(recipe: Recipe) -> None:
+    """Raise UserError where frozen weights are quantised, or experts in groups: neither is there on several machines or
+    in a DCP checkpoint."""
     if recipe.model.frozen_format != "compute":
         raise UserError(
             f"model.frozen_format: {recipe.model.frozen_format} runs on one machine only; set it to compute in a new "
             "run for several machines or a DCP checkpoint"
+        )
+    if (groups := recipe.train.expert_groups or 1) > 1:
+        raise UserError(
+            f"train.expert_groups: {groups} groups of experts run on one machine only; set it to 1 in a new run for "
+            "several machines or a DCP checkpoint"
         )
 
 
 def require_cluster(recipe: Recipe, cluster: Cluster) -> int:
     """Micro-batches of a step for each GPU. Raises UserError where the recipe's do not divide by the GPUs, or it has
     what several machines do not."""
-    require_unquantised(recipe)
+    require_whole(recipe)
     train, gpus = recipe.train, cluster.gpus
     if train.compute_dtype == "float32":
         raise UserError("--cluster: only bfloat16 can be planned, but train.compute_dtype is float32")

@@ -28,7 +28,7 @@ FULL_OPS = 1_500
 SIMULATED_LAYERS = 5
 """Layers simulated of each run: one at either end, and three that tell the pace."""
 MOST_PERIOD = 6
-"""Layers after which another pattern of layers may repeat."""
+"""Layers, each with its branches, after which another pattern of layers may repeat."""
 MOST_PARTS = 12
 """Parts of a buffer; where there are more, several are taken for one."""
 MOST_CHUNKS = 8
@@ -178,9 +178,16 @@ def _runs(plan: Plan) -> list[_Run]:
     for i, block in enumerate(plan.blocks):
         buffers = [replace(plan.buffers[name], name="") for name in block.buffers]
         kinds.append((same[i], buffers, i in plan.recomputed, *(count[i] for count in counts)))
+    distinct: list[object] = []
+    for kind in kinds:
+        if kind not in distinct:
+            distinct.append(kind)
+    numbers = [distinct.index(kind) for kind in kinds]
+    branches = Counter(block.sent_to for block in plan.blocks if block.sent_to is not None)
+    longest = MOST_PERIOD * (1 + max(branches.values(), default=0))
     runs, start = [], 0
-    while start < len(kinds):
-        times, period = max((_repeats(kinds, start, n), -n) for n in range(1, MOST_PERIOD + 1))
+    while start < len(numbers):
+        times, period = max((_repeats(numbers, start, n), -n) for n in range(1, longest + 1))
         period = -period
         if times <= SIMULATED_LAYERS + 1:
             times, period = 1, 1
@@ -190,7 +197,7 @@ def _runs(plan: Plan) -> list[_Run]:
     return runs
 
 
-def _repeats(kinds: Sequence[object], start: int, period: int) -> int:
+def _repeats(kinds: Sequence[int], start: int, period: int) -> int:
     """How often the `period` kinds from `start` on follow each other."""
     times, first = 1, kinds[start : start + period]
     while kinds[start + times * period : start + (times + 1) * period] == first:
@@ -301,7 +308,9 @@ def _shallow(plan: Plan, blocks: list[int]) -> Plan:
 
     def alone(block: BlockShape) -> BlockShape:
         """With what is left of the blocks before it in the place of those that are not."""
-        return replace(block, inputs=tuple(bisect_right(blocks, i) - 1 for i in block.inputs))
+        left = {i: bisect_right(blocks, i) - 1 for i in (*block.inputs, block.sent_to) if i is not None}
+        inputs = tuple(left[i] for i in block.inputs)
+        return replace(block, inputs=inputs, sent_to=None if block.sent_to is None else left[block.sent_to])
 
     problem = replace(
         plan.problem,

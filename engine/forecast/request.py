@@ -22,6 +22,7 @@ from penstock.engine.forecast.problem import (
 from penstock.engine.forecast.search import SearchResult, search
 from penstock.engine.machine.budgets import Budgets
 from penstock.engine.machine.profile import Machine
+from penstock.engine.model.groups import cut, num_experts
 from penstock.engine.model.spec import ModelSpec, depths
 from penstock.engine.objectives.base import find_objective
 from penstock.engine.optim.base import find_optimizer
@@ -189,6 +190,33 @@ class PlanRequest:
                 why += f", and {bytes_text(margin_bytes)} for saved graphs, whose sizes are not measured yet"
             task = replace(task, budgets=task.budgets.with_size(tier, need_bytes + margin_bytes, why))
         return task
+
+    def grouped(
+        self,
+        machine: Machine,
+        documents: Sequence[Sequence[int]] | None = None,
+        filled: Filled | None = None,
+    ) -> PlanRequest:
+        """The same with the experts of a layer, where they are blocks of their own, in as many groups as the recipe
+        says, or else as the step is soonest with: more of them while that gets shorter. Raises BudgetError where no
+        number of them fits."""
+        if not self.spec.branches or self.recipe.train.expert_groups is not None or self.budgets.least:
+            return self
+        experts, found, refused = num_experts(self.spec), list[tuple[float, PlanRequest]](), list[BudgetError]()
+        for number in (n for n in range(1, experts + 1) if experts % n == 0):
+            train = replace(self.recipe.train, expert_groups=number)
+            task = replace(self, spec=cut(self.spec, number), recipe=replace(self.recipe, train=train))
+            try:
+                step_s = task.search(machine, documents=documents, filled=filled, rough=True).best.step_s
+            except BudgetError as error:
+                refused.append(error)
+                continue
+            if found and step_s >= found[-1][0]:
+                break
+            found.append((step_s, task))
+        if not found:
+            raise refused[-1]
+        return found[-1][1]
 
     def changed(self, values: Mapping[str, Any]) -> PlanRequest:
         """The same with fields of the recipe changed. Raises UserError where a value is not allowed."""

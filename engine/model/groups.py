@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from penstock.engine.model.spec import BlockSpec, BufferSpec, ModelSpec, block_of
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.layout import ParamSpec, Rows
 
-ReadBuffer = Callable[[str], Mapping[str, Tensor]]
-"""A flat buffer's parameters by name."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    ReadBuffer = Callable[[str], Mapping[str, Tensor]]
 
 
 def num_experts(spec: ModelSpec) -> int:
@@ -42,10 +42,6 @@ def cut(spec: ModelSpec, number: int) -> ModelSpec:
     where the experts do not divide by that."""
     if number == 1:
         return spec
-    if not spec.branches:
-        raise UserError(
-            f"train.expert_groups: {number}, but no experts are blocks of their own; set train.split_layers"
-        )
     experts = num_experts(spec)
     if experts % number:
         divisors = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
@@ -134,6 +130,8 @@ def own_values(buffer: BufferSpec, values: Mapping[str, Tensor]) -> dict[str, Te
 
 def joined(params: Iterable[ParamSpec], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Values by the names of whole parameters, of values by the names of `params`, which are in order."""
+    import torch  # plans are made without it
+
     pieces: dict[str, list[Tensor]] = {}
     for param in params:
         if param.name in values:

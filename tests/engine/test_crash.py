@@ -82,6 +82,7 @@ PLACEMENTS = [
     pytest.param(tiny.FLOOR, tiny.FLOOR, 2, AdapterConfig(method="dora", rank=2), 30, marks=pytest.mark.long),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "groups", 30, marks=pytest.mark.long),
     (tiny.FLOOR, tiny.FLOOR, 1, "hybrid", samples(2, 30)),
+    (tiny.FLOOR, tiny.FLOOR, 1, "experts", samples(2, 30)),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 2, "float32", 30, marks=pytest.mark.long),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "nf4", 30, marks=pytest.mark.long),
 ]
@@ -98,8 +99,8 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
     """Train to the end, committing every other step; with a seed, die by SIGKILL at a moment drawn from it.
 
     `how`: patterns of what is not trained, or an adapter beside which nothing is, or "groups": of micro-batches, with
-    graphs that leave, or "hybrid": layers with a recurrent state, or "float32": in bfloat16, with half of what is kept
-    in float32 frozen, or "nf4": an adapter on a base that is quantised.
+    graphs that leave, or "hybrid": layers with a recurrent state, or "experts": in groups, or "float32": in bfloat16,
+    with half of what is kept in float32 frozen, or "nf4": an adapter on a base that is quantised.
     """
     chance, groups = random.Random(seed), how == "groups"
     phase = chance.choice([*(name for name in PHASES if groups or name != "groups"), "commit", "opening"])
@@ -112,6 +113,8 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
         model, how = tiny.model(frozen_format="nf4"), AdapterConfig(method="lora", rank=2)
     adapter, freeze = how if isinstance(how, AdapterConfig) else None, how if isinstance(how, list) else []
     policy = {"global_batch_size": 3, "activation_checkpointing": "auto"} if groups else {"global_batch_size": 1}
+    if how == "experts":
+        model, policy = tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS), policy | tiny.GROUPS
     if how == "float32":
         freeze, policy = HALVES, policy | {"compute_dtype": "bfloat16"}
     settings = tiny.training(steps=STEPS, freeze=freeze, **policy)

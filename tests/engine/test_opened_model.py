@@ -49,6 +49,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "layers frozen": {"train": training(steps=3, freeze=["*layers.0.*", "*layers.2.mlp.*"])},
     "adapter": {"adapter": adapted.section("rslora"), "train": training(steps=4, lr=5e-2)},
     "expert blocks": {"model": MIXTURE, "train": training(steps=3, lr=5e-2, split_layers="experts")},
+    "expert groups": {
+        "model": MIXTURE,
+        "train": training(steps=3, lr=5e-2, split_layers="experts", expert_groups=2),
+    },
 }
 PAGE = Path(__file__).parents[2] / "docs" / "sample.md"
 MACHINES = {"RTX 4090, 64 GB RAM": "rtx4090-64", "RTX 4090, 128 GB RAM": "rtx4090-128"}

@@ -349,13 +349,11 @@ RECORDS: dict[str, Any] = {"gpu": 620_000, "ram": tiny.FLOOR, "gpu_first": "save
 STATES = RECORDS | {"gpu": 880_000}
 LEAVING: dict[str, Any] = {"gpu": tiny.FLOOR, "group": 1, "offloaded_graphs": "all"}
 STREAMED: dict[str, Any] = {"gpu": tiny.FLOOR, "ram": tiny.FLOOR, "streamed": True}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MOE = tiny.model(model_type="qwen3_moe", num_layers=2, overrides=EXPERTS)
+MOE = tiny.model(model_type="qwen3_moe", num_layers=2, overrides=tiny.EXPERTS)
 HYBRID = tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)
 FALCON = tiny.model(model_type="falcon_h1", num_layers=2, overrides=tiny.FALCON)
 APART = {"split_layers": "experts"}
-GROUPS = APART | {"expert_groups": 2}
-FLINT = EXPERTS | {"shared_expert_intermediate_size": 16, "mlp_only_layers": [0]}
+FLINT = tiny.EXPERTS | {"shared_expert_intermediate_size": 16, "mlp_only_layers": [0]}
 KEPT = tiny.model(model_type="flint", num_layers=2, overrides=FLINT)
 """A router and attention sinks are kept in float32."""
 NF4, INT8 = (tiny.model(frozen_format=name) for name in ("nf4", "int8"))
@@ -404,10 +402,10 @@ CASES = {
     "experts apart": Case(APART, model=MOE),
     "experts apart on two tiers, bfloat16": Case(APART | BFLOAT16, {"gpu": 1_000_000, "ram": 1_500_000}, MOE),
     "experts apart, recomputed, streamed": Case(APART | {"activation_checkpointing": "full"}, STREAMED, MOE),
-    "experts in groups": Case(GROUPS, model=MOE),
-    "experts in groups on two tiers, bfloat16": Case(GROUPS | BFLOAT16, {"gpu": 1_000_000, "ram": 1_500_000}, MOE),
-    "experts in groups, recomputed, streamed": Case(GROUPS | {"activation_checkpointing": "full"}, STREAMED, MOE),
-    "experts in groups, frozen": Case(GROUPS | {"freeze": ["*.experts.*"]}, model=MOE),
+    "experts in groups": Case(tiny.GROUPS, model=MOE),
+    "experts in groups on two tiers, bfloat16": Case(tiny.GROUPS | BFLOAT16, {"gpu": 1_000_000, "ram": 1_500_000}, MOE),
+    "experts in groups, recomputed, streamed": Case(tiny.GROUPS | {"activation_checkpointing": "full"}, STREAMED, MOE),
+    "experts in groups, frozen": Case(tiny.GROUPS | {"freeze": ["*.experts.*"]}, model=MOE),
     "experts apart, frozen": Case(APART | {"freeze": ["*.experts.*"]}, model=MOE),
     "hybrid": Case(model=HYBRID),
     "hybrid on two tiers, bfloat16": Case(BFLOAT16, {"gpu": 1_000_000, "ram": 1_500_000}, HYBRID),

@@ -72,6 +72,7 @@ CASES = (
     Case('model.added_tokens=["<new>"]', ("adapter.method=lora",), ()),
     Case('model.added_tokens=["<new>"]', ("data.source=random",), _TEXT),
     Case("model.frozen_format=nf4", (), ("adapter.method=lora",)),
+    Case("train.expert_groups=2", (), ("train.split_layers=experts",)),
     Case("adapter.rank=8", (), ("adapter.method=lora",)),
     Case("adapter.alpha=8", (), ("adapter.method=dora",)),
     Case('adapter.targets=["q_proj"]', (), ("adapter.method=rslora",)),

@@ -63,9 +63,12 @@ FLOOR = "floor"
 """As a budget: the least that the planner accepts."""
 TIERS = [("1GiB", "1GiB"), (FLOOR, "1GiB"), (FLOOR, FLOOR), (1_100_000, 750_000)]
 """Budgets of GPU and RAM: all state on the GPU, in RAM, on NVMe, some of it on each."""
-HYBRID: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+"""Fields of a small qwen3_moe."""
+GROUPS: dict[str, Any] = {"split_layers": "experts", "expert_groups": 2}
+"""Settings that train its experts in blocks of two."""
+HYBRID: dict[str, Any] = EXPERTS | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 HYBRID |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-HYBRID |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID["shared_expert_intermediate_size"] = 16
 """Fields of a small qwen3_next, whose layers carry state from token to token but for one."""
 FALCON: dict[str, Any] = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
