@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -78,11 +79,16 @@ def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[
     """Runs of blocks that are treated alike; where these are more than `most`, blocks of like placement wherever they
     lie (True), then of all layers."""
 
-    # Of each sort all blocks' buffers follow one another: what is kept in float32 comes last, before it what is frozen.
-    blocks = sorted(blocks, key=lambda block: (bool(block.get("float32")), bool(block.get("frozen"))))
+    def kind(block: dict[str, Any]) -> str:
+        return re.sub(r"\d+", "*", _block_name(block))
+
+    # Of each sort all blocks' buffers follow one another: what is kept in float32 comes last, before it what is frozen;
+    # of these first all layers, then their experts.
+    kinds = list(dict.fromkeys(map(kind, blocks)))
+    blocks = sorted(blocks, key=lambda b: (bool(b.get("float32")), bool(b.get("frozen")), kinds.index(kind(b))))
 
     def stem(block: dict[str, Any]) -> tuple[Any, ...]:
-        return (_block_name(block).rsplit(".", 1)[0], block.get("frozen"), block.get("float32"))
+        return (kind(block), block.get("frozen"), block.get("float32"))
 
     def place(block: dict[str, Any]) -> tuple[Any, ...]:
         return (*stem(block), *(block[target] for target in TARGETS))
@@ -102,11 +108,14 @@ def _alike(blocks: Sequence[dict[str, Any]], most: int) -> list[tuple[list[dict[
 
 def _block_row(members: list[dict[str, Any]], chunks: int, apart: bool) -> tuple[list[str], list[str]]:
     """The cells of a row of blocks, and what is saved of them."""
-    first, last = _block_name(members[0]), _block_name(members[-1])
-    name = first
+    first, last = (_block_name(members[i]).split(".") for i in (0, -1))
+    name = ".".join(first)
     if len(members) > 1:
-        end = last.rsplit(".", 1)[-1]
-        name = f"{len(members)} of {first}-{end}" if apart else f"{first} - {end}"
+        # What only tells apart blocks of one layer is left out where there are several layers.
+        differs = next((i for i, parts in enumerate(zip(first, last, strict=True)) if len(set(parts)) > 1), -1)
+        end = ".".join([last[differs], *(part for part in last[differs + 1 :] if not part.isdigit())])
+        name = ".".join(first[: differs + 1]) + ("-" if apart else " - ") + end
+        name = f"{len(members)} of {name}" if apart else name
     name += "".join(f", {sort}" for sort in ("frozen", "float32") if members[0].get(sort))
     tiers = [_joined(block[target] or "-" for block in members) for target in TARGETS]
     return [name, *tiers, bytes_text(sum(block["bytes"] for block in members))], _saved(members, chunks)
