@@ -16,37 +16,12 @@ matters less the longer a step is. Planned here, tokens/s by sequences a step: 6
 proportion, as long as writing bounds it; so does RAM: weights and gradients alone want 468 GB.
 """
 
-from penstock import AfterConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig, run_recipe
+from penstock import AfterConfig, DataConfig, Recipe, StorageConfig, TrainConfig, gpt_oss_120b, run_recipe
 
 recipe = Recipe(
     name="120b-moe",
     machine="gh200-480",
-    model=ModelConfig(
-        path="models/gpt-oss-120b",
-        model_type="gpt_oss",
-        num_layers=36,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=64,
-        vocab_size=201_088,
-        max_position=131_072,
-        overrides={
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "rope_theta": 150_000.0,
-            },
-        },
-    ),
+    model=gpt_oss_120b(),
     data=DataConfig(sequence_length=8192),
     train=TrainConfig(steps=200, global_batch_size=128, lr=1e-5, warmup_steps=10, gradient_dtype="bfloat16"),
     storage=StorageConfig(checkpoint_every=25),

@@ -96,6 +96,36 @@ def qwen3(size: str) -> ModelConfig:
     )
 
 
+def gpt_oss_120b() -> ModelConfig:
+    """gpt-oss-120b, 128 experts of which a token takes four, its folder below models/."""
+    return ModelConfig(
+        path="models/gpt-oss-120b",
+        model_type="gpt_oss",
+        num_layers=36,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        vocab_size=201_088,
+        max_position=131_072,
+        overrides={
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "rope_theta": 150_000.0,
+            },
+        },
+    )
+
+
 def stretched(model: ModelConfig, positions: int, *, trained: int | None = None) -> ModelConfig:
     """The model with YaRN to `positions`, in place of its own scaling. `trained`: positions that it was trained on
     before any; None: those that its own scaling names, else `model.max_position`."""

@@ -210,6 +210,8 @@ class PlanRequest:
                 step_s = task.search(machine, documents=documents, filled=filled, rough=True).best.step_s
             except BudgetError as error:
                 refused.append(error)
+                if error.tier != "gpu":
+                    break  # smaller blocks take as much elsewhere
                 continue
             if found and step_s >= found[-1][0]:
                 break

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, groups, skeleton
-from penstock.engine.model.adapters import is_adapter, plain_name
+from penstock.engine.model.adapters import BASE, is_adapter, plain_name
 from penstock.engine.model.float32 import float32_names
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.router import own_coefficient
@@ -81,6 +81,13 @@ def take_apart(
         branches, sent = tuple(map(branch.find, layers)), branch.sent(text.hidden_size, per_token)
         if not any(branches):
             raise UserError(f"train.split_layers: {kind} has no '{split_layers}' to split off its layers; leave it out")
+        inside = tuple(f"{prefix}.{i}.{name}.".replace(f".{BASE}.", ".") for i, name in enumerate(branches) if name)
+        adapted = (p.name for params in whole.values() for p in params if is_adapter(p.name))
+        if (beside := next((name for name in adapted if name.startswith(inside)), None)) is not None:
+            raise UserError(
+                f"adapter.targets: '{beside}' is beside {branch.says}, which train.split_layers makes a block of its "
+                "own, without an adapter; leave these targets out, or set train.split_layers=none"
+            )
         whole = _split_off(whole, prefix, branches, split_layers)
     names = [param.name for params in whole.values() for param in params]
     stays = _frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.app.launch.callbacks import StopTraining
     from penstock.app.launch.steps import steps
     from penstock.app.recipes.recipe import load_recipe
-    from penstock.app.recipes.shapes import llama3, qwen25
+    from penstock.app.recipes.shapes import gpt_oss_120b, llama3, qwen25
     from penstock.app.runs.reader import Run
     from penstock.app.sampling.sample import sample
     from penstock.engine.config import (
@@ -68,6 +68,7 @@ __all__ = [
     "evaluate",
     "export",
     "finetune",
+    "gpt_oss_120b",
     "llama3",
     "load_recipe",
     "plan",
@@ -88,7 +89,7 @@ _HOMES = {
     "app.cli.script": ("run_recipe",),
     "app.recipes.recipe": ("load_recipe",),
     "app.sampling.sample": ("sample",),
-    "app.recipes.shapes": ("llama3", "qwen25"),
+    "app.recipes.shapes": ("gpt_oss_120b", "llama3", "qwen25"),
     "engine.config": (
         "AdapterConfig",
         "AfterConfig",
