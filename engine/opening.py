@@ -56,6 +56,7 @@ from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.stored import BLOCK
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.plan.plan import Plan
+from penstock.engine.plan.problem import NO_VISION
 from penstock.engine.preparing import Checklist
 from penstock.engine.record import recorded_kernels, recorded_of, report_changed, require_record
 from penstock.engine.run_files import with_saved_inputs
@@ -68,6 +69,7 @@ from penstock.engine.runtime.tuning import Tuning
 from penstock.engine.self_check import check_model
 from penstock.engine.session import Session, run_identity, run_meta
 from penstock.engine.uploads import Uploads
+from penstock.engine.vision import Vision
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import bytes_text, size_text
 from penstock.storage.files.untrusted import one_line
@@ -101,6 +103,7 @@ def open_session(
             observer.on_message(remark)
     loader = make_loader(prepared.corpus, spec, recipe)
     validation = make_validation(prepared.corpus, spec, recipe)
+    vision = Vision.find(prepared.corpus, recipe, spec)
     _describe(observer, recipe, spec, prepared, loader, device)
     prompts = prepare_prompts(recipe, prepared.tokenizer, spec)
     if prompts is not None:
@@ -132,6 +135,7 @@ def open_session(
             budgets=limits,
             device_type=device.type,
             prompt_tokens=None if prompts is None else tuple(map(len, prompts.ids)),
+            vision=NO_VISION if vision is None else vision.space,
         )
         reservation.reserve(limits)
         task = task.grouped(machine, documents, filled)
@@ -256,6 +260,7 @@ def open_session(
             checklist=checklist,
             reservation=reservation,
             uploads=uploads,
+            vision=vision,
         )
         reservation.allocated()
         undo.pop_all()

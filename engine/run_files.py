@@ -23,7 +23,7 @@ HISTORY = (*STEP_FILES, "log.jsonl")
 """All that a run has reported."""
 _SMALL_BYTES = 1 << 28
 _SMALL = re.compile(
-    r"((generation_|processor_|tokenizer_)?config|tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json|"
+    r"((generation_|processor_|preprocessor_|tokenizer_)?config|tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json|"
     r"(merges|vocab)\.txt|chat_template\.jinja|[A-Za-z0-9_-]+\.(model|tiktoken)"
 )
 

@@ -217,7 +217,7 @@ def _compare(
         runner = ModelRunner(spec, device=device, dtype=dtype, constants=constants, router_aux_loss=aux)
         batch = [MicroBatch.of(row) for row in rows]
         if dtype == torch.float32:
-            loss, grads = _streamed(runner, given, batch, chunk_tokens, pieces)
+            loss, grads = streamed_gradients(runner, given, batch, chunk_tokens, pieces)
         else:  # by the step in plain words, which any dtype has
             weights = in_buffers(spec, parameters)
             grads = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
@@ -246,7 +246,7 @@ def _errors(
     return relative_errors(grads, reference) | {"loss": abs(loss - reference_loss) / abs(reference_loss)}
 
 
-def _streamed(
+def streamed_gradients(
     runner: ModelRunner,
     parameters: Mapping[str, Tensor],
     batch: Sequence[MicroBatch],

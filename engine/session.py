@@ -7,9 +7,11 @@ import math
 import platform
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from penstock.engine.generate.prompts import Prompts
 from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.preparing import Checklist
@@ -43,6 +46,7 @@ from penstock.engine.runtime.state import load_memory, scratch_arrays
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
 from penstock.engine.uploads import Uploads
+from penstock.engine.vision import Vision
 from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.files.units import bytes_text
 from penstock.storage.generations.checkpoints import BEST, read_checkpoint, resolve_checkpoint
@@ -72,6 +76,7 @@ class Session:
         checklist: Checklist | None = None,
         reservation: Reservation | None = None,
         uploads: Uploads | None = None,
+        vision: Vision | None = None,
     ) -> None:
         """`lanes`, `reservation` and `uploads` are closed with the session; whoever gets an error here closes them."""
         checklist = checklist or Checklist()
@@ -126,7 +131,7 @@ class Session:
         )
         loader.seek(store.meta["cursor"])
         self.settings, self.executor = lanes.settings, lanes.executor
-        self._lanes, self._reservation, self.uploads = lanes, reservation, uploads
+        self._lanes, self._reservation, self.uploads, self._vision = lanes, reservation, uploads, vision
         self.carrier = BatchCarrier(plan.chunks, device, compiled=compute.runner.compiled)
         with checklist.step("allocating memory"):
             give_back_memory()  # what compiling and timing the ops left
@@ -141,6 +146,9 @@ class Session:
             near_gpu = nullcontext() if lanes.placement is None else lanes.placement.near_gpu()  # it touches all pages
             with checklist.step(f"pinning {self.ram.arena.used_bytes / 1e9:.3g} GB"), near_gpu:
                 self.ram.arena.pin(on_progress=lambda done, total: checklist.progress(done / total))
+        if vision is not None:
+            with checklist.step("loading the vision tower"):
+                vision.open(device, compute.runner.dtype)
         with checklist.step("filling the tiers"):
             load_memory(store, plan, self.gpu, self.ram)
         work = plan, compute.runner, compute.optimizer, store, self.gpu, self.ram
@@ -178,8 +186,14 @@ class Session:
     # ------------------------------------------------------------------ batches
 
     def fetch(self) -> StepData:
-        micro_batches = self.loader.next_step()
+        micro_batches = self.look(self.loader.next_step())
         return self.carrier.step(micro_batches, self.loader.cursor)
+
+    def look(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro-batches with what there is of their images; the tower's work is done on the compute lane."""
+        if self._vision is None:
+            return micro_batches
+        return self._vision.look(micro_batches, partial(self.executor.call, "compute"))
 
     def next_batch(self) -> StepData:
         """The batch of the step about to run, fetched while the step before ran."""

@@ -30,7 +30,8 @@ def validate(session: Session) -> ValidationMetrics:
     total, weight, tokens, right = 0.0, 0.0, 0, 0
     tally = Tally() if session.recipe.data.source == "needles" else None
     committed = session.commit_due(step) or step == session.recipe.train.steps
-    for data in evaluations(session, session.validation.passes(session.plan.group), commit=committed):
+    passes = map(session.look, session.validation.passes(session.plan.group))
+    for data in evaluations(session, passes, commit=committed):
         total, weight = total + data.total_loss, weight + data.total_weight
         tokens, right = tokens + data.num_targets, right + int(data.right.sum())
         if tally is not None:

@@ -68,6 +68,8 @@ class DataLoader:
         self._endless = endless
         self._packed = data.packing != "wrap" and not one_document_per_row
         documents = np.arange(corpus.info.num_documents) if documents is None else documents
+        if corpus.images is not None:
+            self._require_whole(corpus.images.documents, documents)
         held_out = corpus.info.num_documents - len(documents)
         self._settings: dict[str, object] = {"seed": data.seed, "validation_documents": held_out}
         self._settings |= {name: getattr(data, name) for name in ("packing", "long_documents", "order")}
@@ -87,6 +89,20 @@ class DataLoader:
             )
         self._start_epoch(0)
         self.report = self._pieces.report._replace(filled=self._share_filled())
+
+    def _require_whole(self, pictured: NDArray[np.int64], documents: NDArray[np.int64]) -> None:
+        """UserError unless those of the `documents` that have images come whole."""
+        if self._data.packing == "wrap" and not self._one_document_per_row:
+            raise UserError(
+                "data.packing: wrap cuts documents at the ends of rows, and some have images; set data.packing=best_fit"
+            )
+        lengths = np.diff(self.corpus.starts)[np.intersect1d(pictured, documents)]
+        longer = int((lengths > self._sequence_length).sum())
+        if longer and self._data.long_documents != "drop":
+            raise UserError(
+                f"data.sequence_length: {self._sequence_length:,}, but {longer:,} documents with images are longer (up "
+                f"to {int(lengths.max()):,} tokens), and those are never cut; raise it, or set data.long_documents=drop"
+            )
 
     def _share_filled(self) -> float:
         """Share of the first epoch's rows that is tokens; of a large one about so much."""
@@ -261,6 +277,7 @@ class _Stream:
         self.documents: list[int] = []
         self.lengths: list[int] = []
         self.sources: list[int] = []
+        self.pictured: list[tuple[int, int, range]] = []
 
     def add(self, at: int, span: _Span) -> None:
         """Lay tokens of the corpus at `at`: a document."""
@@ -277,6 +294,9 @@ class _Stream:
         self.documents.append(at)
         self.lengths.append(count)
         self.sources.append(start)
+        images = self.corpus.images
+        if images is not None and (numbers := images.of_document(self.corpus.document_at(start))):
+            self.pictured.append((at, at + count, numbers))
 
     def pad(self, at: int, end: int, length: int) -> None:
         """Let the padding from `at` to the `end` of a row of that `length` belong to its last document, or be one."""
@@ -297,6 +317,7 @@ class _Stream:
             weights=torch.from_numpy(self.weights) if weighted else None,
             filled=filled,
             sources=self.sources,
+            pictured=self.pictured,
         )
 
 

@@ -38,7 +38,7 @@ class Conversation:
 
     where: str
     messages: list[dict[str, Any]]
-    """Each with `role` and `content`, a text or a list of parts with texts, and what else the template reads
+    """Each with `role` and `content`, a text or a list of parts, texts and images, and what else the template reads
     (`tool_calls`, ...). `weight`, from 0 on, 1 if not given: how much its tokens count where they are trained."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
@@ -46,6 +46,8 @@ class Conversation:
     """What else the template is given by name."""
     plain: Completion | None = None
     """What takes its place where the tokenizer has no chat template; None: it cannot do without."""
+    images: tuple[str | bytes, ...] = ()
+    """Those of its parts, in order: a path, or the content of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,14 @@ class Ids:
 Sample = Text | Conversation | Completion | Ids
 
 
+class ImageFile(NamedTuple):
+    """An image of a document that is tokens."""
+
+    content: bytes
+    tokens: int
+    """As many stand for it."""
+
+
 class Encoded(NamedTuple):
     """Tokens of a document, or of a part of it."""
 
@@ -79,13 +89,20 @@ class Encoded(NamedTuple):
     """One per token: how much it counts as a target, 0 not at all; None: 1 for all."""
     last: bool
     """The document ends here."""
+    images: tuple[ImageFile, ...] = ()
+    """Those of a whole document, in order."""
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def content_texts(content: Any) -> list[str]:
     """The texts of a message's content, which may be in parts; none where there is none."""
     if isinstance(content, str):
         return [content]
-    return [part if isinstance(part, str) else part["text"] for part in content or []]
+    return [part if isinstance(part, str) else part["text"] for part in content or [] if not is_image(part)]
 
 
 def in_parts(message: dict[str, Any]) -> dict[str, Any]:

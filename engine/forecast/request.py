@@ -29,7 +29,16 @@ from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.groups import lr_factors
 from penstock.engine.plan.plan import Filled, Plan
 from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import DTYPE_BYTES, FP32, BufferShape, PlanInput, PlanOptions, SampleSpace
+from penstock.engine.plan.problem import (
+    DTYPE_BYTES,
+    FP32,
+    NO_VISION,
+    BufferShape,
+    PlanInput,
+    PlanOptions,
+    SampleSpace,
+    VisionSpace,
+)
 from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.files.units import bytes_text
 from penstock.storage.offsite.location import mover_bytes
@@ -69,6 +78,8 @@ class PlanRequest:
     """Calibration.graph_bytes_per_token, once there is one."""
     prompt_tokens: tuple[int, ...] | None = None
     """Of the prompts of the recipe's samples; None: as many as they can be."""
+    vision: VisionSpace = NO_VISION
+    """Of the images in the data, where these are known."""
 
     def __post_init__(self) -> None:
         lr_factors(self.recipe.train, depths(self.spec), self.spec.frozen_params)  # before anything is made
@@ -104,12 +115,13 @@ class PlanRequest:
             row_tokens=data.sequence_length,
             chunk_tokens=chunk_tokens,
             chunk_per_row=spec.whole_documents,
-            workspace_bytes=temporaries,
+            workspace_bytes=max(temporaries, self.vision.work_bytes),
             gpu_budget=budgets.gpu,
             ram_budget=budgets.ram,
             allocator_share=ALLOCATOR_SHARE if self.device_type == "cuda" else 0,
             device_reads=self.device_reads,
             reader_bytes=self.reader_bytes,
+            vision=self.vision,
             offsite_bytes=0 if storage.offsite is None else mover_bytes(largest_file),
             activation_checkpointing=train.activation_checkpointing,
             kv_window=train.kv_window,

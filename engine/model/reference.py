@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.engine.attention.chunk import AttentionState
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.groups import own_values
+from penstock.engine.model.images import Images
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment, States
 from penstock.engine.model.runner import ModelRunner
@@ -128,6 +129,9 @@ def forward_backward(
     # Forward. Every layer's input is saved, and of its attention keys, values, output and log-sum-exp.
     here = _of_block(runner, EMBED, weights)
     hidden = [runner.embed(here, chunk.tokens.ids, chunk.tokens.positions) for chunk in chunks]
+    for x, chunk in zip(hidden, chunks, strict=True):
+        if chunk.images is not None:
+            chunk.images.embed(x)
     if layers.balance is not None:
         layers.balance.begin()
     inputs: list[list[Tensor]] = []
@@ -153,6 +157,8 @@ def forward_backward(
             else:
                 y = layers.forward(layer, here, x, chunk.inputs, state, keys=chunk.keys)
             sent[layer].append(layers.sent)
+            if chunk.images is not None:
+                chunk.images.add(layer, y)
             for group in range(runner.branches.groups(layer)):
                 y = runner.branches.forward(layer, here, y, sent[layer][-1], group=group)
             outputs.append(y)
@@ -199,7 +205,8 @@ def forward_backward(
             hidden[i] = layers.backward(layer, here, x, dy, chunk.inputs, state, sums, keys=chunk.keys, dsent=dsent)
     here, sums = _of_block(runner, EMBED, weights), _of_block(runner, EMBED, gradients)
     for i in backwards if lowest == 0 else ():
-        runner.embed_backward(here, chunks[i].tokens, hidden[i], sums)
+        images = chunks[i].images
+        runner.embed_backward(here, chunks[i].tokens, hidden[i] if images is None else images.without(hidden[i]), sums)
     return mean_by_weight(float(losses.double().sum()), total)
 
 
@@ -241,6 +248,7 @@ class _Chunk(NamedTuple):
     keys: Sequence[tuple[int, int]] | None
     filled: int
     """Its tokens before the padding."""
+    images: Images | None
 
 
 def _cut(runner: ModelRunner, stream: MicroBatch, ranges: Sequence[tuple[int, int]], in_pieces: bool) -> list[_Chunk]:
@@ -251,7 +259,9 @@ def _cut(runner: ModelRunner, stream: MicroBatch, ranges: Sequence[tuple[int, in
         weights = None if stream.weights is None else stream.weights[start:end]
         tokens = ChunkTokens.of(stream.ids[start:end], stream.labels[start:end], positions, weights).to(runner.device)
         last, of = longest[start:end], stream.documents
-        segments = runner.segments(tokens.positions, last, start, of) if any(runner.spec.states) else []
+        images = None if stream.images is None else stream.images.part(start, end)
+        places = tokens.positions if images is None or images.positions is None else images.positions
+        segments = runner.segments(places, last, start, of) if any(runner.spec.states) else []
         filled = max(0, min(stream.num_filled, end) - start)
-        chunks.append(_Chunk(tokens, runner.inputs(positions, last), segments, keys, filled))
+        chunks.append(_Chunk(tokens, runner.inputs(places, last), segments, keys, filled, images))
     return chunks

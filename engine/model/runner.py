@@ -73,9 +73,9 @@ class ModelRunner:
         self._cross_entropy = loss_terms.CrossEntropy(compile=compiled)
 
     def inputs(self, positions: Tensor, longest: Tensor | int | None) -> LayerInputs:
-        """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document). `longest`:
-        for each token the last position of its whole document (int64 [n], in host memory), or one for all, by which
-        rotary tables are made that depend on a document's length."""
+        """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document, or [n, 4] as
+        Images has them). `longest`: for each token the last position of its whole document (int64 [n], in host memory),
+        or one for all, by which rotary tables are made that depend on a document's length."""
         positions = positions.to(self.device)
         with torch.no_grad():
             if not self.spec.length_dependent_rotary:
@@ -99,7 +99,7 @@ class ModelRunner:
             segment = Segment(first, end, continues, ())
             own, last = segment.of(positions), None if longest is None else segment.of(longest)
             if segment.lengthened:
-                own = own + torch.arange(2, device=own.device)
+                own = own + torch.arange(2, device=own.device).view(2, *(1,) * (own.dim() - 1))
             result.append(replace(segment, calls=self.inputs(own, last).calls))
         return result
 

@@ -384,10 +384,10 @@ class Skeleton:
         return x.squeeze(0)
 
     def calls(self, positions: Tensor) -> list[LayerCall]:
-        """Arguments of every layer for tokens at `positions` [n]."""
+        """Arguments of every layer for tokens at `positions` [n], or [n, 4] (model/images.py)."""
         self._rotary.reset()
         self._calls = []
-        self._run(torch.zeros_like(positions), positions, "calls")
+        self._run(positions.new_zeros(len(positions)), positions, "calls")
         calls, self._calls = self._calls, []
         if any(self._counting):
             before = TokensBefore(positions - torch.arange(len(positions), device=positions.device))
@@ -413,7 +413,8 @@ class Skeleton:
 
     def _run(self, ids: Tensor, positions: Tensor, until: str) -> Any:
         self._until = until
-        kwargs: dict[str, Any] = {"position_ids": positions[None]} if self._accepts_positions else {}
+        places = positions[None] if positions.dim() == 1 else positions.T[:, None]
+        kwargs: dict[str, Any] = {"position_ids": places} if self._accepts_positions else {}
         try:
             return self.model(input_ids=ids[None], use_cache=False, **kwargs)
         except _Stop:

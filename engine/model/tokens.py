@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.model.images import Images
+
 IGNORE_LABEL = -100
 """A label that is no target, as in transformers and torch.nn.functional.cross_entropy."""
 
@@ -108,6 +110,10 @@ class MicroBatch:
     """Tokens of the stream before its padding, all of which is at the end; None: there is none."""
     sources: list[int] = field(default_factory=list)
     """Where in the corpus each document's first token is, as many as `lengths`; none where they are of no corpus."""
+    pictured: list[tuple[int, int, range]] = field(default_factory=list)
+    """(start, end, numbers of its images in the corpus) of each document that has some."""
+    images: Images | None = None
+    """What the text model is given of them; None: they have not been looked at, or there are none."""
 
     @property
     def num_filled(self) -> int:

@@ -109,6 +109,8 @@ class GpuPlacement(Saving):
             parts["graph slots"] = self.graph_slots_bytes
         if p.copy_bytes:
             parts["dequantised block"] = aligned(p.copy_bytes)
+        if p.vision.weights_bytes:
+            parts["vision tower"] = p.vision.weights_bytes
         return parts if p.samples is None else parts | {"samples": self.samples.gpu_bytes}
 
     def gpu_need(self) -> int:

@@ -204,6 +204,7 @@ class _Planner(GpuPlacement):
                 "gradients between groups": sums if self.grouped else 0,
                 "samples": self.samples.ram_bytes if p.samples else 0,
                 "uploads (storage.offsite)": p.offsite_bytes,
+                "images": p.vision.features_bytes,
             }
             what = f"one block's working set of {gib(least + beside)} ({listing(parts)})"
             if whole < least:
@@ -226,6 +227,8 @@ class _Planner(GpuPlacement):
             ram.parts["reader buffers"] = p.reader_bytes
         if p.offsite_bytes:
             ram.parts["uploads"] = p.offsite_bytes
+        if p.vision.features_bytes:
+            ram.parts["images"] = p.vision.features_bytes
         if p.samples:
             ram.parts["samples"] = self.samples.ram_bytes
         weights_there: dict[str, Tier] = {"weights": "gpu"}

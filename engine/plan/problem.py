@@ -188,6 +188,21 @@ class SampleSpace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VisionSpace:
+    """What images in the data need memory for."""
+
+    weights_bytes: int = 0
+    """Of the tower's weights, which stay on the GPU."""
+    work_bytes: int = 0
+    """What the tower takes beside them for one image; no other op runs then."""
+    features_bytes: int = 0
+    """RAM of what the text model is given of the images of the steps on their way."""
+
+
+NO_VISION = VisionSpace()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInput:
     """Everything that the planner needs to know about a model, a batch and a machine."""
 
@@ -218,6 +233,7 @@ class PlanInput:
     """Pinned RAM that the reader takes for itself."""
     offsite_bytes: int = 0
     """RAM of the process that uploads generations (storage.offsite)."""
+    vision: VisionSpace = NO_VISION
     activation_checkpointing: Checkpointing = "auto"
     kv_window: Window = "auto"
     nvme_budget: int | None = None
@@ -285,7 +301,7 @@ class PlanInput:
     @property
     def beside_bytes(self) -> int:
         """RAM of the budget that others than the arena take."""
-        return self.reader_bytes + self.offsite_bytes
+        return self.reader_bytes + self.offsite_bytes + self.vision.features_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.generate.decode import Row
+from penstock.engine.model.images import Images
 from penstock.engine.model.tokens import ChunkTokens, MicroBatch, targets, total_weight
 from penstock.engine.plan.plan import Chunk, filled_chunks
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
@@ -28,6 +29,8 @@ class Batch:
     """Index -> chunk, of the plan's chunks that hold tokens, as far as they do: what is computed."""
     chunks: dict[int, ChunkTokens]
     """The tokens of each, on the compute device."""
+    images: dict[int, Images]
+    """Those of each that has any, in host memory; pinned where the device is a GPU."""
     num_targets: int
     """Tokens with a loss in all micro-batches."""
     total_weight: float
@@ -155,10 +158,14 @@ class BatchCarrier:
     def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
         cut = filled_chunks(self._chunks, [m.filled for m in micro_batches], self._multiple)
         tokens = self._carry(micro_batches, cut)
+        pinned = self._device.type == "cuda"
+        of_streams = [m.images.pin() if m.images is not None and pinned else m.images for m in micro_batches]
+        parts = {c.index: i.part(c.start, c.end) for c in cut if (i := of_streams[c.micro_batch]) is not None}
         return {
             "micro_batches": micro_batches,
             "cut": {chunk.index: chunk for chunk in cut},
             "chunks": {chunk.index: of_chunk for chunk, of_chunk in zip(cut, tokens, strict=True)},
+            "images": {index: part for index, part in parts.items() if part is not None},
             "num_targets": sum(m.num_targets for m in micro_batches),
             "total_weight": sum(total_weight(m.labels, m.weights) for m in micro_batches),
         }

@@ -64,12 +64,17 @@ class BlockOps:
     def _embed(self, op: Op) -> None:
         views, tokens = self._views, self._views.tokens(op)
         x = self._runner.embed(views.weights(op), tokens.ids, tokens.positions)
-        views.hidden(op.slots[a.OUT], views.chunk(op)).copy_(x)
+        out = views.hidden(op.slots[a.OUT], views.chunk(op))
+        out.copy_(x)
+        if (images := views.images(op)) is not None:
+            images.embed(out)
 
     @handles(a.EMBED_BACKWARD)
     def _embed_backward(self, op: Op) -> None:
         views = self._views
         dx = views.hidden(op.slots[a.DY], views.chunk(op))
+        if (images := views.images(op)) is not None:
+            dx = images.without(dx)
         self._runner.embed_backward(views.weights(op), views.tokens(op), dx, views.gradients(op))
 
     @handles(a.HEAD_EVALUATE, a.HEAD_SCORE)

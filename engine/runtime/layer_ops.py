@@ -142,7 +142,10 @@ class LayerOps:
                     y = self._layers.forward(*self._operands(op), state)
                 else:
                     y = self._forward_segments(op, state)
-        views.hidden(op.slots[a.OUT], chunk).copy_(y)
+        out = views.hidden(op.slots[a.OUT], chunk)
+        out.copy_(y)
+        if (images := views.images(op)) is not None:
+            images.add(layer, out)
         if a.SENT in op.slots:
             views.send(op.slots[a.SENT], chunk, self._layers.sent)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.branches.base import Sent
+from penstock.engine.model.images import Images
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment
 from penstock.engine.model.runner import ModelRunner
@@ -158,6 +159,10 @@ class Views:
     def tokens(self, op: Op) -> ChunkTokens:
         return self.batch(op).chunks[op.index]
 
+    def images(self, op: Op) -> Images | None:
+        """What there is of images in the op's chunk."""
+        return self.batch(op).images.get(op.index)
+
     def layer_inputs(self, op: Op, chunk: Chunk) -> LayerInputs:
         """Arguments of every layer for a chunk, made again where they have been dropped."""
 
@@ -180,7 +185,9 @@ class Views:
 
     def _positions(self, op: Op, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
         """Of a chunk's tokens, and the last ones of their documents where rotary tables depend on those."""
-        positions = self.tokens(op).positions
+        positions, images = self.tokens(op).positions, self.images(op)
+        if images is not None and images.positions is not None:
+            positions = images.positions.to(self.device, non_blocking=True)
         if not self.runner.spec.length_dependent_rotary:
             return positions, None
         stream = self.batch(op).micro_batches[chunk.micro_batch]

@@ -2,8 +2,9 @@
 
 `tokens.bin` holds the ids of all documents end to end, `documents.bin` where each begins (int64), `tokens.crc32c` the
 CRC-32C (uint32) of every BLOCK_BYTES of tokens.bin. Where some token does not count 1 as a target there is
-`weights.bin` too, float32 per token, with `weights.crc32c`. `origins.bin` and `origins.json` say where each document
-comes from, `meta.json` what they are, with checksums of all but tokens.bin and weights.bin. All are little-endian.
+`weights.bin` too, float32 per token, with `weights.crc32c`; where there are images, their files (corpus/images.py).
+`origins.bin` and `origins.json` say where each document comes from, `meta.json` what they are, with checksums of all
+but tokens.bin, weights.bin and images.bin. All are little-endian.
 
 The origin of a document is eight bytes: a name's number (of origins.json), whether rows are counted, and the number.
 """
@@ -22,8 +23,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.data.corpus.images import COLUMNS, IMAGE_INDEX, IMAGES, ImageFiles, ImageWriter
 from penstock.engine.data.corpus.spans import BLOCK_BYTES as BLOCK_BYTES
 from penstock.engine.data.corpus.spans import COPY_BYTES, SpanFile, SpanWriter, damage
+from penstock.engine.data.samples import ImageFile
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.files.sealed import hex_crc, seal, unseal
@@ -32,7 +35,7 @@ from penstock.storage.files.untrusted import Size, one_line, parse_object, print
 META, TOKENS, SUMS, DOCUMENTS = "meta.json", "tokens.bin", "tokens.crc32c", "documents.bin"
 WEIGHTS, WEIGHT_SUMS = "weights.bin", "weights.crc32c"
 ORIGINS, ORIGIN_NAMES = "origins.bin", "origins.json"
-CORPUS_FILES = (META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, WEIGHT_SUMS, ORIGINS, ORIGIN_NAMES)
+CORPUS_FILES = (META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, WEIGHT_SUMS, ORIGINS, ORIGIN_NAMES, IMAGES, IMAGE_INDEX)
 
 _MOST_NAMES = 1 << 17
 """Files whose names are stored; the origin of documents of further files is unknown."""
@@ -72,7 +75,8 @@ class CorpusInfo(Origin):
     """What a tokenised corpus holds; the content of its meta.json."""
 
     content: str
-    """SHA-256 of the token file, or where there are weights of its and their SHA-256: equal means the same tokens."""
+    """SHA-256 of the token file, or where there are weights or images of its and their SHA-256: equal means the same
+    tokens."""
     checksums: dict[str, str]
     """File -> CRC-32C."""
     dtype: Literal["uint16", "uint32"]
@@ -90,12 +94,15 @@ class CorpusInfo(Origin):
     """Rows of the source that could not be used and were left out."""
     unread: list[str]
     """What conversations have that their chat template does not read."""
+    num_images: Size = 0
 
     def words(self) -> str:
         """Of a sentence about the data."""
         said = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
         if WEIGHT_SUMS in self.checksums:
             said += f", {self.num_trained:,} of them trained"
+        if self.num_images:
+            said += f", {self.num_images:,} images"
         if len(self.part_documents) > 1:
             said += f", parts of {', '.join(f'{count:,}' for count in self.part_documents)} documents"
         return said + (f", {self.skipped_rows:,} unusable rows skipped" if self.skipped_rows else "")
@@ -143,7 +150,8 @@ class Origins:
 class TokenCorpus:
     """A tokenised corpus: `tokens`, and `starts` [num_documents + 1] int64, the offset of each document in them.
 
-    `weights` is None where every token counts 1 as a target. `notes`: what there is to say of how it came to be.
+    `weights` is None where every token counts 1 as a target, `images` where there are none. `notes`: what there is to
+    say of how it came to be.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -162,6 +170,10 @@ class TokenCorpus:
         self.tokens = self._spans(TOKENS, self.info.dtype, SUMS, self._wrong_ids)
         has_weights = WEIGHT_SUMS in self.info.checksums
         self.weights = self._spans(WEIGHTS, "float32", WEIGHT_SUMS, _wrong_weights) if has_weights else None
+        self.images: ImageFiles | None = None
+        if self.info.num_images:
+            index = self._array(IMAGE_INDEX, self.info.num_images * COLUMNS).reshape(-1, COLUMNS)
+            self.images = ImageFiles(folder / IMAGES, index)
 
     def _read(self, name: str, most_bytes: int) -> bytes:
         path = self.folder / name
@@ -227,7 +239,8 @@ def verify_corpus(folder: Path) -> int:
     corpus = TokenCorpus(folder)
     _ = corpus.origins
     size = sum((folder / name).stat().st_size for name in (META, *corpus.info.checksums))
-    return size + sum(spans.verify() for spans in (corpus.tokens, corpus.weights) if spans is not None)
+    held = (corpus.tokens, corpus.weights, corpus.images)
+    return size + sum(files.verify() for files in held if files is not None)
 
 
 def read_info(folder: Path) -> CorpusInfo:
@@ -252,8 +265,10 @@ def _info(values: dict[str, Any]) -> CorpusInfo:
         raise ValueError(f"token ids up to {most} in {info.dtype}")
     if not (0 < info.num_tokens < _MOST_BYTES and 0 < info.num_documents <= info.num_tokens):
         raise ValueError(f"{info.num_documents} documents of {info.num_tokens} tokens")
-    if info.checksums.keys() - {WEIGHT_SUMS} != {SUMS, DOCUMENTS, ORIGINS, ORIGIN_NAMES}:
+    if info.checksums.keys() - {WEIGHT_SUMS, IMAGE_INDEX} != {SUMS, DOCUMENTS, ORIGINS, ORIGIN_NAMES}:
         raise ValueError(f"checksums of {', '.join(info.checksums)}")
+    if bool(info.num_images) != (IMAGE_INDEX in info.checksums):
+        raise ValueError(f"{info.num_images} images")
     if info.part_documents and sum(info.part_documents) != info.num_documents:
         raise ValueError(f"parts of {sum(info.part_documents)} documents, but {info.num_documents} documents in all")
     return info
@@ -272,6 +287,8 @@ class CorpusWriter:
         self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 2**16 else "uint32"
         self._tokens = SpanWriter(folder / TOKENS)
         self._weights: SpanWriter | None = None
+        self._images: ImageWriter | None = None
+        self._num_images = 0
         self._starts = [0]
         self._total = self._trained = 0
         self._max = (-1, "")
@@ -283,11 +300,22 @@ class CorpusWriter:
         """Those that have ended."""
         return len(self._starts) - 1
 
-    def append(self, document: str, ids: NDArray[Any], last: bool, weights: NDArray[np.float32] | None = None) -> None:
+    def append(
+        self,
+        document: str,
+        ids: NDArray[Any],
+        last: bool,
+        weights: NDArray[np.float32] | None = None,
+        images: Sequence[ImageFile] = (),
+    ) -> None:
         """Add `ids` to the present document, which ends with its `last` ones; its origin is then `document`.
 
-        `weights`, one per id: how much each counts as a target; None: 1.
+        `weights`, one per id: how much each counts as a target; None: 1. `images`: those of the whole document.
         """
+        if images:
+            self._images = self._images or ImageWriter(self._folder)
+            self._images.add(self.num_documents, images)
+            self._num_images += len(images)
         if len(ids) and int(ids.max()) > self._max[0]:
             self._max = (int(ids.max()), document)
         ensure(not len(ids) or int(ids.max()) <= np.iinfo(self._dtype).max, f"an id is beyond {self._dtype}")
@@ -327,6 +355,9 @@ class CorpusWriter:
         if self._weights is not None:
             weight_content, files[WEIGHT_SUMS] = self._weights.finish()
             content = hashlib.sha256(f"{content} {weight_content}".encode()).hexdigest()
+        if self._images is not None:
+            image_content, files[IMAGE_INDEX] = self._images.finish()
+            content = hashlib.sha256(f"{content} {image_content}".encode()).hexdigest()
         for name, data in files.items():
             atomic_write(self._folder / name, data)
         info = CorpusInfo(
@@ -343,5 +374,6 @@ class CorpusWriter:
             part_documents=self._parts,
             skipped_rows=skipped_rows,
             unread=list(unread),
+            num_images=self._num_images,
         )
         write_info(self._folder, info)

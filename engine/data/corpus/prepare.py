@@ -25,6 +25,7 @@ from penstock.engine.data.samples import BadRows, Sample
 from penstock.engine.data.text.chat import save_template
 from penstock.engine.data.text.encode import Encoder
 from penstock.engine.data.text.encode_pool import encode_all
+from penstock.engine.data.text.images import ImageProcessor
 from penstock.engine.data.text.made_tokenizer import (
     ADDED_FOLDER,
     TRAINED_ON,
@@ -82,7 +83,7 @@ def _prepare_text(
     tokenizer = prepare_tokenizer(config, model_folder, folder / "tokenizer")
     if added_tokens:
         tokenizer = add_tokens(tokenizer, list(added_tokens), folder / ADDED_FOLDER)
-    corpus = prepare_corpus(config, tokenizer, folder / "corpus")
+    corpus = prepare_corpus(config, tokenizer, folder / "corpus", ImageProcessor.find(model_folder))
     save_template(config, tokenizer, folder)
     return Data(tokenizer, corpus)
 
@@ -225,13 +226,16 @@ def _source_fingerprint(config: DataConfig) -> str:
     return digest.hexdigest()
 
 
-def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -> TokenCorpus:
+def prepare_corpus(
+    config: DataConfig, tokenizer: TextTokenizer, folder: Path, images: ImageProcessor | None = None
+) -> TokenCorpus:
     """The corpus in `folder`; where there is none of this recipe, from this user's cache, or tokenised from the source.
 
     What is there is used whatever became of the source since, which the corpus' `notes` tell. Memory stays bounded by a
-    few times 8 MiB of text. Raises UserError for an empty or malformed source, and for another tokenizer's tokens.
+    few times 8 MiB of text. `images`: the model's processor of them; None: it takes none. Raises UserError for an empty
+    or malformed source, and for another tokenizer's tokens.
     """
-    encoders = [Encoder(part, tokenizer) for part in config.parts]
+    encoders = [Encoder(part, tokenizer, images) for part in config.parts]
     settings = _digest([_settings(part) for part in config.parts])
     made_by = _digest([tokenizer.fingerprint, *(encoder.fingerprint for encoder in encoders)])
     if os.path.lexists(folder / META) and (info := read_info(folder)).settings == settings:
@@ -261,8 +265,9 @@ def prepare_corpus(config: DataConfig, tokenizer: TextTokenizer, folder: Path) -
         bad = [_fill(writer, part, encoder, sizes) for part, encoder in zip(config.parts, encoders, strict=True)]
         skipped, unread = sum(of_part.count for of_part in bad), set[str]().union(*(e.unread for e in encoders))
         writer.finish(origin, tokenizer.eos_id, skipped_rows=skipped, unread=sorted(unread))
-    cache_corpus(digest, folder)
     corpus = TokenCorpus(folder)
+    if corpus.images is None:  # whose files are no part of the digest
+        cache_corpus(digest, folder)
     corpus.notes += [f"the first skipped row: {of_part.first}" for of_part in bad if of_part.count]
     return corpus
 
@@ -272,7 +277,7 @@ def _fill(writer: CorpusWriter, part: DataConfig, encoder: Encoder, sizes: Mappi
     before, bad = writer.num_documents, BadRows(part.bad_rows)
     samples = map(encoder.noticed, _require_text(part, "tokenizing", bad, sizes))
     for encoded in encode_all(encoder, samples):
-        writer.append(encoded.where, encoded.ids, encoded.last, encoded.weights)
+        writer.append(encoded.where, encoded.ids, encoded.last, encoded.weights, encoded.images)
     bad.add_many(*encoder.bad.take())
     if writer.num_documents == before:
         raise UserError(f"data.source: the corpus is empty: {bad.count:,} rows were skipped, the first: {bad.first}")

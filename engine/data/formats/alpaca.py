@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.data.formats.base import VERDICTS, kind, optional_text, text_field, unpacked
+from penstock.engine.data.formats.images import FIELDS as IMAGES
+from penstock.engine.data.formats.images import with_images
 from penstock.engine.data.samples import Completion, Conversation, RowError
 
-FIELDS = ("instruction", "output", "input", "system", "history", *VERDICTS)
+FIELDS = ("instruction", "output", "input", "system", "history", *VERDICTS, *IMAGES)
 _ABOUT = "Below is an instruction that describes a task"
 _WITH_INPUT = f"{_ABOUT}, paired with an input that provides further context."
 _WRITE = "Write a response that appropriately completes the request."
@@ -37,7 +39,8 @@ def convert(fields: dict[str, Any], where: str) -> Conversation:
     for request, answer in history:
         prompt += f"### Instruction:\n{request}\n\n### Response:\n{answer}\n\n"
     prompt += f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{given}\n\n" if given else "") + "### Response:\n"
-    return Conversation(where, messages, plain=Completion(where, prompt, output))
+    messages, images = with_images(messages, fields, where)
+    return Conversation(where, messages, plain=Completion(where, prompt, output), images=images)
 
 
 def _history(fields: dict[str, Any], where: str) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """Conversations as OpenAI writes them: `messages`, each with `role` and `content`; `tools` beside them.
 
-Content may come in parts, where all of them are text. `weight` of a message, 0 or a number, is how much its tokens
-count where they are trained; `train`, `training` or `loss` that is false, and `masked` that is true, say 0 as well.
-`system` beside the messages is the first of them; `chat_template_kwargs` are what a template is given by name.
+Content may come in parts, texts and images (formats/images.py). `weight` of a message, 0 or a number, is how much its
+tokens count where they are trained; `train`, `training` or `loss` that is false, and `masked` that is true, say 0 as
+well. `system` beside the messages is the first of them; `chat_template_kwargs` are what a template is given by name.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from penstock.engine.data.formats.base import (
     optional_text,
     unpacked,
 )
-from penstock.engine.data.samples import Conversation, RowError, content_texts
+from penstock.engine.data.formats.images import FIELDS as IMAGES
+from penstock.engine.data.formats.images import with_images
+from penstock.engine.data.samples import Conversation, RowError, content_texts, is_image
 from penstock.storage.files.untrusted import one_line
 
-FIELDS = ("messages", "tools", "functions", "system", "chat_template_kwargs", *VERDICTS)
+FIELDS = ("messages", "tools", "functions", "system", "chat_template_kwargs", *VERDICTS, *IMAGES)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _UNTRAINED = {"train": False, "training": False, "loss": False, "masked": True}
 """How other tools say of a message that its tokens count nothing."""
@@ -45,7 +47,8 @@ def conversation(values: list[Any], fields: dict[str, Any], where: str, field: s
     messages = with_system(read_messages(values, where, field), fields, where)
     if is_preference(fields) and not any(message["role"] == "assistant" for message in messages):
         raise RowError(f"{where}: {PREFERENCE}")
-    return Conversation(where, messages, read_tools(fields, where), read_kwargs(fields, where))
+    messages, images = with_images(messages, fields, where)
+    return Conversation(where, messages, read_tools(fields, where), read_kwargs(fields, where), images=images)
 
 
 def read_messages(values: list[Any], where: str, field: str) -> list[dict[str, Any]]:
@@ -129,16 +132,20 @@ def _calls(message: dict[str, Any]) -> Any:
 
 
 def _require_text(content: Any, where: str) -> None:
-    """RowError where content is neither a text nor parts of text: for a picture or a sound among them."""
+    """RowError where content is neither a text nor parts, texts and images: for a sound or a video among them."""
     if isinstance(content, str):
         return
     if not isinstance(content, list):
         raise RowError(f"{where}: `content` is {kind(content)}; expected a text, or a list of parts with text")
     for part in content:
+        if is_image(part):
+            continue
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             what = one_line(part.get("type", "no text"), 40) if isinstance(part, dict) else kind(part)
-            raise RowError(f"{where}: `content` has a part that is {what}; only text can be trained on, remove it")
+            raise RowError(
+                f"{where}: `content` has a part that is {what}; only texts and images can be trained on, remove it"
+            )
 
 
 def _tool_calls(calls: Any, where: str, field: str = "tool_calls") -> list[dict[str, Any]]:

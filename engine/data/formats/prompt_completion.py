@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.data.formats.base import VERDICTS, kind, lists_objects, optional_text, required, unpacked
+from penstock.engine.data.formats.images import FIELDS as IMAGES
+from penstock.engine.data.formats.images import with_images
 from penstock.engine.data.formats.messages import read_kwargs, read_messages, read_tools, with_system
 from penstock.engine.data.samples import Completion, Conversation, RowError
 
-FIELDS = ("prompt", "completion", "tools", "functions", "system", "chat_template_kwargs", *VERDICTS)
+FIELDS = ("prompt", "completion", "tools", "functions", "system", "chat_template_kwargs", *VERDICTS, *IMAGES)
 
 
 def matches(fields: dict[str, Any]) -> bool:
@@ -40,7 +42,8 @@ def convert(fields: dict[str, Any], where: str) -> Completion | Conversation:
     answered = read_messages(completion, where, "completion")
     if not any(message["role"] == "assistant" for message in answered):
         raise RowError(f"{where}: `completion` has no assistant message, so there is nothing to train on")
-    return Conversation(where, given + answered, read_tools(fields, where), read_kwargs(fields, where))
+    messages, images = with_images(given + answered, fields, where)
+    return Conversation(where, messages, read_tools(fields, where), read_kwargs(fields, where), images=images)
 
 
 def _messages_or_text(fields: dict[str, Any], name: str, where: str) -> str | list[Any]:

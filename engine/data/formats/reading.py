@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,9 @@ def _converted(reader: RowFormat, columns: dict[str, str], file: Path, bad: BadR
         except RowError as error:
             bad.add(error)
             continue
+        if isinstance(sample, Conversation) and sample.images:
+            paths = (image if isinstance(image, bytes) else str(file.parent / image) for image in sample.images)
+            sample = replace(sample, images=tuple(paths))
         if sample is not None:
             yield sample
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.data.formats.base import VERDICTS, kind, list_field, lists_objects, unpacked
+from penstock.engine.data.formats.images import FIELDS as IMAGES
 from penstock.engine.data.formats.messages import conversation
 from penstock.engine.data.samples import Conversation, RowError
 from penstock.storage.files.untrusted import one_line
 
-FIELDS = ("conversations", "system", "tools", "functions", "chat_template_kwargs", *VERDICTS)
+FIELDS = ("conversations", "system", "tools", "functions", "chat_template_kwargs", *VERDICTS, *IMAGES)
 ROLES = {
     "system": "system",
     "human": "user",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from penstock.engine.config import CONVERSATIONS, DataConfig
-from penstock.engine.data.samples import Conversation, RowError, in_parts
+from penstock.engine.data.samples import Conversation, ImageFile, RowError, in_parts, is_image
 from penstock.engine.data.text.sandbox import Limits
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.data.text.turn_ends import THOUGHTS, turn_ends
@@ -58,6 +58,8 @@ class Rendered(NamedTuple):
     """Whether the begin-of-text token comes before it."""
     eos: bool = False
     """Whether the end-of-text token follows; else only where no special token ends a turn of that weight."""
+    images: tuple[ImageFile, ...] = ()
+    """Whose tokens are in it; none of them is trained."""
 
 
 def find_template(config: DataConfig, tokenizer: TextTokenizer) -> ChatTemplate | None:
@@ -242,7 +244,8 @@ class ChatTemplate:
 
 def _forms(messages: Messages) -> Iterator[Messages]:
     """The messages as they are, and in the other forms in which a template may want them, the most alike first."""
-    parted = any(isinstance(message.get("content"), list) for message in messages)
+    parts = [part for m in messages if isinstance(content := m.get("content"), list) for part in content]
+    parted = bool(parts) and not any(map(is_image, parts))  # which no text says
     with_tools = list(map(_with_tools, messages))
     for named in (messages, with_tools) if with_tools != messages else (messages,):
         for contents in (named, list(map(_joined, named))) if parted else (named,):

@@ -24,6 +24,7 @@ from penstock.engine.data.samples import (
     content_texts,
 )
 from penstock.engine.data.text.chat import ChatTemplate, Rendered, Span, find_template
+from penstock.engine.data.text.images import ImageProcessor
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.storage.files.errors import UserError
 
@@ -44,9 +45,10 @@ class Encoder:
     and the chat template does not read; `adds_bos`.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: TextTokenizer) -> None:
-        """Raises UserError where data.bos asks for a token that the tokenizer does not have."""
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(self, config: DataConfig, tokenizer: TextTokenizer, images: ImageProcessor | None = None) -> None:
+        """`images`: the model's; None: it takes none. Raises UserError where data.bos asks for a token that the
+        tokenizer does not have."""
+        self._config, self._tokenizer, self._images = config, tokenizer, images
         self.has_fast_tokenizer = tokenizer.is_fast
         self.unread: set[str] = set()
         self.bad = BadRows(config.bad_rows)
@@ -69,6 +71,7 @@ class Encoder:
         chosen: list[object] = [_VERSION, self.adds_bos and self._config.source != "tokens"]
         if self._config.source in CONVERSATIONS:
             chosen += [None if self.template is None else self.template.texts, self._config.trained_tokens]
+            chosen += [] if self._images is None else [self._images.fingerprint]
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
     def noticed(self, sample: Sample) -> Sample:
@@ -110,7 +113,8 @@ class Encoder:
                 return self._ids(sample)
             if isinstance(sample, Conversation):
                 if self.template is not None:
-                    return self.template.render(sample, self._config.trained_tokens)
+                    rendered = self.template.render(sample, self._config.trained_tokens)
+                    return self._with_images(rendered, sample) if sample.images else rendered
                 if sample.plain is None:
                     raise UserError(
                         f"data.chat_template: {sample.where} is a conversation, and the tokenizer has no chat "
@@ -123,6 +127,15 @@ class Encoder:
         start, stop = len(sample.prompt), len(sample.prompt) + len(sample.completion)
         spans = None if self._config.trained_tokens == "all" else [Span(start, stop, 1.0)]
         return Rendered(sample.prompt + sample.completion, spans, 1.0, self.adds_bos, True)
+
+    def _with_images(self, rendered: Rendered, sample: Conversation) -> Rendered:
+        if self._images is None:
+            raise UserError(
+                f"{sample.where}: the row has images, and the model takes none (its folder has no "
+                "preprocessor_config.json or processor_config.json); train one that does, or remove the images"
+            )
+        # What transformers' processors make of a conversation begins as a text does.
+        return self._images.expand(rendered._replace(bos=self._tokenizer.puts_bos), sample.images, sample.where)
 
     def _text(self, sample: Text, ids: list[int]) -> Encoded:
         begin = self._begin(ids) if self.adds_bos and sample.first else []
@@ -168,7 +181,14 @@ class Encoder:
             weights = np.concatenate(
                 [np.zeros(len(begin), np.float32), weights, np.full(len(end), one.end_weight, np.float32)]
             )
-        return Encoded(where, np.asarray([*begin, *ids, *end], dtype=np.int64), weights, True)
+        whole = np.asarray([*begin, *ids, *end], dtype=np.int64)
+        if one.images and self._images is not None:
+            of_images = whole == self._images.token_id
+            if of_images.sum() != sum(image.tokens for image in one.images):
+                raise RowError(f"{where}: a text has the token that stands for images; remove it there")
+            weights = np.ones(len(whole), dtype=np.float32) if weights is None else weights
+            weights[of_images] = 0
+        return Encoded(where, whole, weights, True, one.images)
 
     def _narrow(self, text: str, ids: list[int], offsets: NDArray[np.int64]) -> None:
         """Take the white space that added tokens swallow out of their offsets [tokens, 2]: whether such a token is

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from penstock.engine.data.samples import RowError, TurnsError, content_texts
+from penstock.engine.data.samples import RowError, TurnsError, content_texts, is_image
 from penstock.engine.data.text.sandbox import Limits
 from penstock.storage.files.untrusted import one_line, printable
 
@@ -326,9 +326,10 @@ class View:
 
 
 def _with_text(parts: list[Any], index: int) -> list[Any]:
-    """A list of parts of which one has another text."""
-    part = _OTHER if isinstance(parts[index], str) else parts[index] | {"text": _OTHER}
-    return [*parts[:index], part, *parts[index + 1 :]]
+    """A list of parts of which text number `index` is another."""
+    at = [number for number, part in enumerate(parts) if not is_image(part)][index]
+    part = _OTHER if isinstance(parts[at], str) else parts[at] | {"text": _OTHER}
+    return [*parts[:at], part, *parts[at + 1 :]]
 
 
 def _with_other_arguments(function: dict[str, Any]) -> dict[str, Any]:

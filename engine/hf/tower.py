@@ -1,0 +1,176 @@
+"""The vision tower of a model that takes images, with its projector: transformers' own, frozen, with the checkpoint's
+weights. It is asked once for each image, without a gradient, for what the image is to the text model."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from penstock.engine.hf.conversion import ConversionPlan
+from penstock.engine.hf.quantised import open_checkpoint
+from penstock.engine.model import skeleton
+from penstock.engine.model.images import Images
+from penstock.engine.model.tokens import MicroBatch
+from penstock.storage.files.errors import UserError
+
+FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Model types whose images are proven to give transformers' own gradients (tests/engine/model/test_images.py)."""
+
+Pixels = Mapping[str, Tensor]
+"""What a model's processor makes of one image, by the names of the model's arguments."""
+
+
+class Pictured(NamedTuple):
+    """A document of a stream with its images."""
+
+    start: int
+    end: int
+    images: Sequence[Pixels]
+
+
+class Tower:
+    """Attributes: `nbytes` (bytes of the weights on the device), `image_id` (the token of which as many stand for an
+    image as there are vectors for it)."""
+
+    def __init__(self, config: PretrainedConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Read it from a checkpoint. Raises UserError for a model whose images cannot be trained on."""
+        require_images(config)
+        whole = skeleton.build_whole(config)
+        assert whole is not None
+        whole.eval()
+        self.device, self.dtype = device, dtype
+        self._hidden_size = int(config.get_text_config(decoder=True).hidden_size)
+        self.image_id = image_token_id(config)
+        text = _text_modules(whole)
+        own = [(name, part) for name, part in whole.named_modules() if id(part) not in text]
+        for _, model in reversed(own):  # a tower initialises its own; before parameters, which that sets too
+            if isinstance(model, PreTrainedModel):
+                parts = [(name, part) for name, part in model.named_modules() if id(part) not in text]
+                skeleton.materialise_buffers(model, parts, device)
+        wanted = {f"{name}.{key}".removeprefix("."): (part, key) for name, part in own for key in part._parameters}
+        wanted = {name: at for name, at in wanted.items() if at[0]._parameters[at[1]] is not None}
+        reader = open_checkpoint(folder)
+        plan = ConversionPlan(whole, reader)
+        self.nbytes = 0
+        for conversion in plan.conversions:
+            if not wanted.keys().isdisjoint(conversion.targets):
+                made = plan.apply(conversion, {name: reader.read(name) for name in conversion.sources})
+                for name in made.keys() & wanted.keys():
+                    part, key = wanted.pop(name)
+                    value = made[name].to(device, dtype)
+                    part._parameters[key] = nn.Parameter(value, requires_grad=False)
+                    self.nbytes += value.numel() * value.dtype.itemsize
+        if wanted:
+            raise UserError(
+                f"{folder}: no tensor provides '{min(wanted)}' of the vision tower, which images in the data need; "
+                "restore the model's files, or remove the images from the data"
+            )
+        self._get_features = cast(Any, whole.get_image_features)
+        self._accepts = inspect.signature(self._get_features).parameters.keys()
+        self._places = getattr(whole.base_model, "get_rope_index", None)
+
+    @torch.no_grad()
+    def features(self, pixels: Pixels) -> list[Tensor]:
+        """Of one image: each [its tokens, hidden] in host memory, as Images.features."""
+        given = {name: tensor.to(self.device) for name, tensor in pixels.items() if name in self._accepts}
+        if self.dtype != torch.float32:
+            given = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in given.items()}
+        found: Any = self._get_features(**given, return_dict=True)
+        each = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        return [self._flat(of_image).to("cpu", self.dtype) for of_image in each]
+
+    def _flat(self, features: Tensor | Sequence[Tensor]) -> Tensor:
+        parts = [features] if isinstance(features, Tensor) else features
+        return torch.cat([part.reshape(-1, self._hidden_size) for part in parts])
+
+    def look(self, stream: MicroBatch, documents: Sequence[Pictured]) -> MicroBatch:
+        """`stream` with the images of these of its documents."""
+        if not documents:
+            return stream
+        rows, parts = [], []
+        positions = None if self._places is None else stream.positions[:, None].repeat(1, 4)
+        for start, end, images in documents:
+            is_image = stream.ids[start:end] == self.image_id
+            rows.append(start + is_image.nonzero().squeeze(-1))
+            parts += [self.features(pixels) for pixels in images]
+            if positions is not None:
+                positions[start:end, 1:] = self._positions(stream.ids[start:end], is_image, images)
+        features = [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
+        found = Images(torch.cat(rows), features, positions)
+        assert all(len(each) == len(found.rows) for each in features), "as many features as tokens that stand for them"
+        return replace(stream, images=found)
+
+    def _positions(self, ids: Tensor, is_image: Tensor, images: Sequence[Pixels]) -> Tensor:
+        """[n, 3] along time, height and width, of the tokens [n] of a document."""
+        grids = torch.cat([pixels["image_grid_thw"] for pixels in images])
+        assert self._places is not None
+        positions, _ = self._places(ids[None], mm_token_type_ids=is_image[None].int(), image_grid_thw=grids)
+        found: Tensor = positions[:, 0].T
+        return found
+
+
+class TowerSizes(NamedTuple):
+    """What a tower takes, by formula."""
+
+    weights_bytes: int
+    token_bytes: int
+    """RAM of what it finds of a token that stands for a part of an image."""
+    patch_bytes: int
+    """What it holds at once of a patch."""
+    patches: tuple[int, int]
+    """Of a token, and of an image, where that is fixed."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, item: int) -> TowerSizes:
+        """`item`: bytes of an element of the compute dtype."""
+        whole, vision = skeleton.build_whole(config), config.vision_config
+        assert whole is not None
+        text = _text_modules(whole)
+        own = (p for part in whole.modules() if id(part) not in text for p in part.parameters(recurse=False))
+        width = getattr(vision, "embed_dim", vision.hidden_size)
+        inner = getattr(vision, "intermediate_size", None) or round(width * vision.mlp_ratio)
+        depth = getattr(vision, "num_hidden_layers", None) or vision.depth
+        # Queries, keys, values, attention and what is added to; the inner width twice; every layer's output, of which
+        # some projectors take more than the last. Pixels are float32, of two frames where a still has two.
+        held = (12 + depth) * width + 3 * inner
+        side = getattr(vision, "image_size", 0) // vision.patch_size
+        added = len(getattr(vision, "deepstack_visual_indexes", ()))
+        return cls(
+            weights_bytes=sum(p.numel() for p in own) * item,
+            token_bytes=(1 + added) * config.get_text_config(decoder=True).hidden_size * item,
+            patch_bytes=held * item + 2 * 2 * 3 * 4 * vision.patch_size**2,
+            patches=(getattr(vision, "spatial_merge_size", 1) ** 2, side**2 + 1),
+        )
+
+    def work_bytes(self, tokens: int) -> int:
+        """What it takes beside its weights for an image for which so many tokens stand."""
+        return max(tokens * self.patches[0], self.patches[1]) * self.patch_bytes
+
+
+def require_images(config: PretrainedConfig) -> None:
+    """UserError for a model whose images cannot be trained on."""
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"model type '{config.model_type}': training on images is supported for {', '.join(FAMILIES)}; remove the "
+            "images from the data to train on its text, or use one of these models"
+        )
+
+
+def image_token_id(config: PretrainedConfig) -> int:
+    """The token that stands for a part of an image."""
+    return int(getattr(config, "image_token_id", None) or config.image_token_index)
+
+
+def _text_modules(whole: PreTrainedModel) -> set[int]:
+    """The modules, by id, of what is trained on texts."""
+    parts = (whole.get_decoder(), whole.get_input_embeddings(), whole.get_output_embeddings())
+    modules = itertools.chain.from_iterable(part.modules() for part in parts if part is not None)
+    return {id(module) for module in modules}

@@ -1,0 +1,84 @@
+"""The images of a run's data on their way to the text model: from their files in the corpus, by the model's own
+processor and its frozen vision tower, once for each micro-batch, before its pass begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from penstock.engine.config import Recipe
+from penstock.engine.data.corpus.files import TokenCorpus
+from penstock.engine.data.corpus.images import ImageFiles
+from penstock.engine.data.text.images import ImageProcessor
+from penstock.engine.hf.tower import Pictured, Tower, TowerSizes, require_images
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.model.tokens import MicroBatch
+from penstock.engine.plan.problem import DTYPE_BYTES, VisionSpace
+from penstock.storage.files.errors import UserError
+
+Compute = Callable[[Callable[[], Any]], Any]
+"""Carries out a piece of work, whose result it gives."""
+_POSITION_BYTES = 4 * 8
+_STEPS = 3
+"""Whose features are in RAM at once: the one that runs, the one before and the one after."""
+
+
+class Vision:
+    """Attributes: `space`, the memory that it takes."""
+
+    def __init__(self, images: ImageFiles, processor: ImageProcessor, config: PretrainedConfig, folder: Path) -> None:
+        """Use `find`."""
+        self._images, self._processor, self._config, self._folder = images, processor, config, folder
+        self._tower: Tower | None = None
+        self.space = VisionSpace()
+
+    @classmethod
+    def find(cls, corpus: TokenCorpus, recipe: Recipe, spec: ModelSpec) -> Vision | None:
+        """None where the data has no images. Raises UserError for a model whose images cannot be trained on."""
+        if corpus.images is None:
+            return None
+        require_images(spec.config)
+        folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+        processor = ImageProcessor.find(folder)
+        if folder is None or processor is None:
+            raise UserError(
+                f"model.path: {recipe.model.path} has no processor of images, and the data has images; restore the "
+                "model's folder"
+            )
+        vision = cls(corpus.images, processor, spec.config, folder)
+        train, item = recipe.train, DTYPE_BYTES[recipe.train.compute_dtype]
+        sizes = TowerSizes.of(spec.config, item)
+        tokens = train.global_batch_size * recipe.data.sequence_length
+        share = corpus.images.share(corpus.starts[1:] - corpus.starts[:-1])
+        vision.space = VisionSpace(
+            weights_bytes=sizes.weights_bytes,
+            work_bytes=sizes.work_bytes(int(corpus.images.tokens.max())),
+            features_bytes=_STEPS * tokens * (round(share * sizes.token_bytes) + _POSITION_BYTES),
+        )
+        return vision
+
+    def open(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Load the tower. Raises UserError where it is not in the model's folder."""
+        self._tower = Tower(self._config, self._folder, device, dtype)
+
+    def look(self, micro_batches: Sequence[MicroBatch], compute: Compute) -> list[MicroBatch]:
+        """The micro-batches with what the text model is given of their images; `compute` does the tower's work where
+        the device's work is done. Raises UserError where an image of the corpus is damaged."""
+        return [self._look(stream, compute) if stream.pictured else stream for stream in micro_batches]
+
+    def _look(self, stream: MicroBatch, compute: Compute) -> MicroBatch:
+        tower = self._tower
+        assert tower is not None, "the tower is not loaded"
+        documents = [Pictured(start, end, [self._pixels(i) for i in images]) for start, end, images in stream.pictured]
+        seen: MicroBatch = compute(lambda: tower.look(stream, documents))
+        return seen
+
+    def _pixels(self, number: int) -> dict[str, Any]:
+        try:
+            return self._processor.process(self._images.read(number))[0]
+        except ValueError as error:  # which it was not when the corpus was made
+            raise UserError(f"{self._images.path}: image {number:,}: {error}; restore the model's folder") from error

@@ -1,0 +1,110 @@
+"""Images in the data: the text model's gradients are those of plain transformers' whole model, its tower frozen."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from image_models import FAMILIES, IMAGE, ROOM, config_of, pixels_of
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from penstock.engine.hf.tower import Pictured, Tower
+from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.reference import forward_backward, in_buffers
+from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
+from penstock.engine.self_check import relative_errors, streamed_gradients
+
+LAYOUTS = {
+    "in the middle": [[(20, [1])], [(17, [])]],
+    "two, and text only": [[(16, [1, 2]), (15, [])], [(14, [1]), (12, [])]],
+    "text only": [[(30, [])]],
+}
+"""Micro-batches of documents: tokens of text, and sizes of images, which go between them."""
+
+
+class Case(NamedTuple):
+    whole: PreTrainedModel
+    tower: Tower
+    streams: list[MicroBatch]
+    documents: list[tuple[Tensor, Tensor, list[dict[str, Tensor]]]]
+    """ids, labels, and what the processor makes of its images."""
+
+
+def make(folder: Path, family: str, layout: list[list[tuple[int, list[int]]]]) -> Case:
+    torch.manual_seed(0)
+    whole: Any = AutoModelForImageTextToText.from_config(config_of(family), dtype=torch.float32).eval()
+    for parameter in whole.parameters():
+        parameter.data.normal_(std=0.1)
+    whole.save_pretrained(folder)
+    tower = Tower(whole.config, folder, torch.device("cpu"), torch.float32)
+    streams, documents = [], []
+    for micro_batch in layout:
+        made = [document(family, *each) for each in micro_batch]
+        stream = MicroBatch.of([ids for ids, _, _ in made], [labels for _, labels, _ in made])
+        ends = [*stream.documents, len(stream.ids)]
+        pictured = [Pictured(ends[i], ends[i + 1], images) for i, (_, _, images) in enumerate(made) if images]
+        streams.append(tower.look(stream, pictured))
+        documents += made
+    return Case(whole, tower, streams, documents)
+
+
+def document(family: str, tokens: int, sizes: list[int]) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
+    images = [pixels_of(family, size) for size in sizes]
+    parts = [*torch.randint(3, 80, (tokens,)).chunk(len(sizes) + 1)]
+    for number, (_, count) in reversed([*enumerate(images)]):
+        parts.insert(number + 1, torch.full((count,), IMAGE))
+    ids = torch.cat(parts)
+    labels = torch.cat([ids[1:], torch.tensor([IGNORE_LABEL])])
+    labels[labels == IMAGE] = IGNORE_LABEL
+    return ids, labels, [pixels for pixels, _ in images]
+
+
+def plain(case: Case, family: str) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the text part by transformers alone."""
+    total = sum(int((labels != IGNORE_LABEL).sum()) for _, labels, _ in case.documents)
+    loss = torch.zeros(())
+    for ids, labels, images in case.documents:
+        given = {name: torch.cat([pixels[name] for pixels in images]) for name in (images[0] if images else ())}
+        if images and ROOM[family] is not None:
+            given[ROOM[family]] = (ids == IMAGE)[None].int()
+        logits = case.whole(input_ids=ids[None], use_cache=False, **given).logits[0]
+        loss = loss + torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_LABEL, reduction="sum")
+    loss = loss / total
+    loss.backward()
+    named = dict(case.whole.named_parameters())
+    return loss.item(), {n: p.grad for n, p in named.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_step_in_plain_words_has_transformers_gradients(tmp_path: Path, family: str, layout: str) -> None:
+    case = make(tmp_path, family, LAYOUTS[layout])
+    loss, expected = plain(case, family)
+    spec = take_apart(case.whole.config)
+    runner = ModelRunner(spec, device="cpu", dtype=torch.float32)
+    weights = in_buffers(spec, {name: p.detach() for name, p in case.whole.named_parameters()})
+    gradients = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
+    chunk = max(5, min(len(stream.ids) for stream in case.streams) // 4 - 1)
+    assert forward_backward(runner, weights, gradients, case.streams, chunk, 1 << 14) == pytest.approx(loss, rel=1e-6)
+    text = {name: gradient for name, gradient in expected.items() if name in gradients}
+    assert text.keys() == gradients.keys()
+    errors = relative_errors(gradients, text)
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole window", "streamed window"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_streamed_pass_has_them_too(tmp_path: Path, family: str, pieces: bool) -> None:
+    case = make(tmp_path, family, LAYOUTS["two, and text only"])
+    loss, expected = plain(case, family)
+    spec = take_apart(case.whole.config)
+    runner = ModelRunner(spec, device="cpu", dtype=torch.float32)
+    parameters = {name: p.detach() for name, p in case.whole.named_parameters()}
+    is_image = [stream.ids == IMAGE for stream in case.streams]
+    assert any(mask[edge - 1] and mask[edge] for mask in is_image for edge in range(11, len(mask), 11))
+    streamed, gradients = streamed_gradients(runner, parameters, case.streams, 11, pieces)
+    assert streamed == pytest.approx(loss, rel=1e-6)
+    errors = relative_errors(gradients, {name: gradient for name, gradient in expected.items() if name in gradients})
+    assert max(errors.values()) < 1e-5, errors
