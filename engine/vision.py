@@ -53,11 +53,13 @@ class Vision:
         train, item = recipe.train, DTYPE_BYTES[recipe.train.compute_dtype]
         sizes = TowerSizes.of(spec.config, item)
         tokens = train.global_batch_size * recipe.data.sequence_length
-        share = corpus.images.share(corpus.starts[1:] - corpus.starts[:-1])
+        most = tokens * corpus.images.share(corpus.starts[1:] - corpus.starts[:-1])
+        counts = corpus.images.tokens
         vision.space = VisionSpace(
             weights_bytes=sizes.weights_bytes,
-            work_bytes=sizes.work_bytes(int(corpus.images.tokens.max())),
-            features_bytes=_STEPS * tokens * (round(share * sizes.token_bytes) + _POSITION_BYTES),
+            work_bytes=sizes.work_bytes(int(counts.max())),
+            features_bytes=_STEPS * (round(most * sizes.token_bytes) + tokens * _POSITION_BYTES)
+            + round(most / int(counts.min()) * sizes.pixels_bytes(int(counts.min()))),
         )
         return vision
 
@@ -68,13 +70,19 @@ class Vision:
     def look(self, micro_batches: Sequence[MicroBatch], compute: Compute) -> list[MicroBatch]:
         """The micro-batches with what the text model is given of their images; `compute` does the tower's work where
         the device's work is done. Raises UserError where an image of the corpus is damaged."""
-        return [self._look(stream, compute) if stream.pictured else stream for stream in micro_batches]
-
-    def _look(self, stream: MicroBatch, compute: Compute) -> MicroBatch:
         tower = self._tower
         assert tower is not None, "the tower is not loaded"
-        documents = [Pictured(start, end, [self._pixels(i) for i in images]) for start, end, images in stream.pictured]
-        seen: MicroBatch = compute(lambda: tower.look(stream, documents))
+        # All that the CPU does comes first: the device may have a step to compute meanwhile.
+        documents = [
+            [
+                Pictured(start, end, [self._pixels(number) for number in images])
+                for start, end, images in stream.pictured
+            ]
+            for stream in micro_batches
+        ]
+        if not any(documents):
+            return list(micro_batches)
+        seen: list[MicroBatch] = compute(lambda: list(map(tower.look, micro_batches, documents)))
         return seen
 
     def _pixels(self, number: int) -> dict[str, Any]:

@@ -125,6 +125,8 @@ class TowerSizes(NamedTuple):
     """RAM of what it finds of a token that stands for a part of an image."""
     patch_bytes: int
     """What it holds at once of a patch."""
+    patch_pixels_bytes: int
+    """What the processor makes of a patch."""
     patches: tuple[int, int]
     """Of a token, and of an image, where that is fixed."""
 
@@ -139,20 +141,26 @@ class TowerSizes(NamedTuple):
         inner = getattr(vision, "intermediate_size", None) or round(width * vision.mlp_ratio)
         depth = getattr(vision, "num_hidden_layers", None) or vision.depth
         # Queries, keys, values, attention and what is added to; the inner width twice; every layer's output, of which
-        # some projectors take more than the last. Pixels are float32, of two frames where a still has two.
+        # some projectors take more than the last.
         held = (12 + depth) * width + 3 * inner
+        pixels = getattr(vision, "temporal_patch_size", 1) * 3 * vision.patch_size**2 * 4
         side = getattr(vision, "image_size", 0) // vision.patch_size
         added = len(getattr(vision, "deepstack_visual_indexes", ()))
         return cls(
             weights_bytes=sum(p.numel() for p in own) * item,
             token_bytes=(1 + added) * config.get_text_config(decoder=True).hidden_size * item,
-            patch_bytes=held * item + 2 * 2 * 3 * 4 * vision.patch_size**2,
+            patch_bytes=held * item + 2 * pixels,
+            patch_pixels_bytes=pixels,
             patches=(getattr(vision, "spatial_merge_size", 1) ** 2, side**2 + 1),
         )
 
     def work_bytes(self, tokens: int) -> int:
         """What it takes beside its weights for an image for which so many tokens stand."""
         return max(tokens * self.patches[0], self.patches[1]) * self.patch_bytes
+
+    def pixels_bytes(self, tokens: int) -> int:
+        """What the processor makes of such an image."""
+        return max(tokens * self.patches[0], self.patches[1]) * self.patch_pixels_bytes
 
 
 def require_images(config: PretrainedConfig) -> None:

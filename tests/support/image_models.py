@@ -1,8 +1,21 @@
 """Tiny models that take images, as the families have them, and images for them."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 IMAGE = 90
 """The token that stands for a part of an image."""
@@ -47,3 +60,56 @@ def pixels_of(family: str, size: int) -> tuple[dict[str, Tensor], int]:
         return {"pixel_values": torch.randn(1, 3, 8, 8)}, 16
     grid = torch.tensor([[1, 4, 4 * size]])
     return {"pixel_values": torch.randn(int(grid.prod()), 3 * 2 * 2 * 2), "image_grid_thw": grid}, 4 * size
+
+
+_PLACE = {"llava": "<image>", "qwen3_vl": "<|image_pad|>", "qwen2_5_vl": "<|image_pad|>"}
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|>PLACE<|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+COLOURS = {"red": (220, 30, 20), "blue": (20, 40, 230)}
+
+
+def make_image_model(folder: Path, family: str) -> Path:
+    """A tiny model of a family with random weights, its tokenizer, its template and its processor of images."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[*_SPECIAL, _PLACE[family]], initial_alphabet=letters, show_progress=False
+    )
+    tokenizer.train_from_iterator([f"What colour is it? It is {colour}." for colour in COLOURS], trainer)
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = _TEMPLATE.replace("PLACE", _PLACE[family])
+    fast.save_pretrained(folder)
+    config = config_of(family)
+    for name in ("image_token_id", "image_token_index"):
+        if hasattr(config, name):
+            setattr(config, name, fast.convert_tokens_to_ids(_PLACE[family]))
+    config.text_config.vocab_size = len(fast)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    model.save_pretrained(folder)
+    if family == "llava":
+        sizes: dict[str, Any] = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+        CLIPImageProcessorPil(**sizes).save_pretrained(folder)
+        own = {"patch_size": 2, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    else:
+        sizes = {"size": {"shortest_edge": 16, "longest_edge": 256}, "patch_size": 2}
+        Qwen2VLImageProcessorPil(**sizes).save_pretrained(folder)
+        own = {}
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "", **own}))
+    return folder
+
+
+def write_image(path: Path, colour: str, size: tuple[int, int] = (8, 8)) -> Path:
+    Image.new("RGB", size, COLOURS[colour]).save(path)
+    return path

@@ -1,0 +1,116 @@
+"""Fine-tuning a vision-language model on rows with images, from the file to the exported folder."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from image_models import COLOURS, make_image_model, write_image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from penstock.engine.config import DataConfig, ModelConfig
+from penstock.engine.data.corpus.prepare import prepare_data
+from penstock.engine.data.text.images import ImageProcessor
+from penstock.engine.export import export
+from penstock.storage.generations.store import NvmeStore
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen3_vl"])
+def origin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_model(tmp_path_factory.mktemp("model") / request.param, request.param)
+
+
+def rows(folder: Path) -> Path:
+    """Conversations about an image, about two, and without one, in both layouts."""
+    for colour in COLOURS:
+        write_image(folder / f"{colour}.png", colour, (8, 8) if colour == "red" else (16, 8))
+    lines: list[dict[str, Any]] = []
+    for colour in COLOURS:
+        answer = {"role": "assistant", "content": f"It is {colour}."}
+        question = {"role": "user", "content": "<image>What colour is it?"}
+        lines.append({"messages": [question, answer], "images": [f"{colour}.png"]})
+        parts = [{"type": "image"}, {"type": "text", "text": "What colour is it?"}]
+        lines.append({"messages": [{"role": "user", "content": parts}, answer], "images": [f"{colour}.png"]})
+    two = {"role": "user", "content": "<image> or <image>?"}
+    lines.append({"messages": [two, {"role": "assistant", "content": "blue"}], "images": ["red.png", "blue.png"]})
+    lines.append({"messages": [{"role": "user", "content": "colour?"}, {"role": "assistant", "content": "What?"}]})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def sections(origin: Path, path: Path, steps: int = STEPS) -> dict[str, Any]:
+    data = DataConfig(source="messages", path=str(path), sequence_length=96, packing="best_fit")
+    train = tiny.training(steps=steps, global_batch_size=3, chunk_tokens=32, lr=1e-1)
+    return {"model": ModelConfig(path=str(origin)), "data": data, "train": train, "storage": tiny.storage()}
+
+
+def test_it_learns_what_is_in_an_image_and_the_export_tells(tmp_path: Path, origin: Path) -> None:
+    run, observer = sections(origin, rows(tmp_path)), tiny.Silent()
+    tiny.train_run(tmp_path / "run", observer, **run)
+    assert any("6 images" in message for message in observer.messages)
+    assert observer.metrics[-1].loss < 0.1 < observer.metrics[0].loss
+    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (origin, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    untouched = [name for name in before if "vision" in name or "visual" in name or "projector" in name]
+    assert untouched
+    assert all(torch.equal(before[name], after[name]) for name in untouched)
+    for file in ("preprocessor_config.json", "processor_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / file).read_bytes() == (origin / file).read_bytes()
+    for colour in COLOURS:
+        assert answer(tmp_path / "out", tmp_path / f"{colour}.png") == f"It is {colour}."
+
+
+def answer(folder: Path, image: Path) -> str:
+    """What transformers' model says of an image."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    processor = ImageProcessor(folder)._processor
+    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What colour is it?"}]}]
+    text = processor.apply_chat_template(question, add_generation_prompt=True)
+    from PIL import Image
+
+    given = processor(images=[Image.open(image)], text=text, return_tensors="pt")
+    made = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
+    return str(processor.tokenizer.decode(made, skip_special_tokens=True))
+
+
+def test_a_resumed_run_sees_the_same_images(tmp_path: Path, origin: Path) -> None:
+    run = sections(origin, rows(tmp_path), steps=6)
+    tiny.train_run(tmp_path / "straight", tiny.Silent(), **run)
+    tiny.train_run(tmp_path / "run", tiny.Silent(stop_after=3), **run)
+    for colour in COLOURS:
+        (tmp_path / f"{colour}.png").unlink()
+    tiny.train_run(tmp_path / "run", tiny.Silent(), resume=True, **run)
+    spec = tiny.spec_of(AutoModelForImageTextToText.from_pretrained(origin).config)
+    states = []
+    for name in ("straight", "run"):
+        with closing(NvmeStore.open(tmp_path / name / "state")) as store:
+            states.append(tiny.parameters(store, spec))
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_the_tokens_are_those_of_the_models_processor(tmp_path: Path, origin: Path) -> None:
+    run = tiny.recipe(**sections(origin, rows(tmp_path)))
+    corpus = prepare_data(run, tmp_path / "data").corpus
+    processor = ImageProcessor(origin)
+    from PIL import Image
+
+    images = [Image.open(tmp_path / f"{colour}.png") for colour in ("red", "blue")]
+    parts = [{"type": "image"}, {"type": "text", "text": " or "}, {"type": "image"}, {"type": "text", "text": "?"}]
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "blue"}]}]
+    text = processor._processor.apply_chat_template(talk)
+    expected = processor._processor(images=images, text=text)["input_ids"][0]
+    start, stop = corpus.starts[4:6]
+    assert corpus.tokens[start:stop].tolist() == expected
+    assert corpus.weights is not None
+    trained = corpus.tokens[start:stop][corpus.weights[start:stop] > 0]
+    assert processor._processor.tokenizer.decode(trained).rstrip() == "blue<|im_end|>"
+    assert corpus.images is not None
+    assert [len(corpus.images.of_document(number)) for number in range(6)] == [1, 1, 1, 1, 2, 0]
