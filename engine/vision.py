@@ -14,7 +14,7 @@ from penstock.engine.config import Recipe
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.corpus.images import ImageFiles
 from penstock.engine.data.text.images import ImageProcessor
-from penstock.engine.hf.tower import Pictured, Tower, TowerSizes, require_images
+from penstock.engine.hf.tower import BOTH_WAYS, Pictured, Tower, TowerSizes, require_images
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.plan.problem import DTYPE_BYTES, VisionSpace
@@ -55,7 +55,15 @@ class Vision:
         tokens = train.global_batch_size * recipe.data.sequence_length
         most = tokens * corpus.images.share(corpus.starts[1:] - corpus.starts[:-1])
         counts = corpus.images.tokens
+        whole, longest = spec.model_type in BOTH_WAYS, train.micro_batch_size * recipe.data.sequence_length
+        if whole and train.chunk_tokens is not None and train.chunk_tokens < longest:
+            raise UserError(
+                f"train.chunk_tokens: {train.chunk_tokens:,}, but {spec.model_type} attends to images in both "
+                f"directions, so that a micro-batch of {longest:,} tokens is one chunk; leave it out, and where memory "
+                "is short lower data.sequence_length or train.micro_batch_size"
+            )
         vision.space = VisionSpace(
+            whole_chunks=whole,
             weights_bytes=sizes.weights_bytes,
             work_bytes=sizes.work_bytes(int(counts.max())),
             features_bytes=_STEPS * (round(most * sizes.token_bytes) + tokens * _POSITION_BYTES)

@@ -52,6 +52,8 @@ class Operands:
     key_start: int = 0
     documents: Sequence[int] = (0,)
     """Sorted starts of the stream's documents, the first is 0; queries see only keys of their own document."""
+    both_ways: Sequence[tuple[int, int]] = ()
+    """Ranges of the stream whose tokens see the later ones of theirs too; all of a range is in one chunk."""
 
     def rows(self, call: Call) -> slice:
         return slice(call.q0 - self.start, call.q1 - self.start)

@@ -36,6 +36,10 @@ NAME = "penstock"
 """What `attn_implementation` is called in transformers."""
 
 
+Ranges = Sequence[tuple[int, int]]
+"""Ranges of a stream's tokens, (first, end), in order."""
+
+
 @dataclass(slots=True)
 class AttentionState:
     """What attention of one layer keeps for one chunk of a stream of T tokens.
@@ -44,7 +48,8 @@ class AttentionState:
     reads rows before them of the same document. `dk`, `dv`: the same shapes in float32, zeroed by the caller before
     the last chunk's backward; None in forward. `out` [n, heads, v_dim] (compute dtype) and `lse` [heads, n] (float32)
     with n = end - start: forward fills them, backward reads them. `documents`: sorted starts of the stream's documents,
-    the first is 0; tokens see only their own document.
+    the first is 0; tokens see only their own document. `both_ways`: ranges of the stream, each within one chunk, whose
+    tokens see the later ones of theirs too, as those of an image do in some models.
     """
 
     k: Tensor
@@ -56,6 +61,7 @@ class AttentionState:
     documents: Sequence[int]
     dk: Tensor | None = None
     dv: Tensor | None = None
+    both_ways: Ranges = ()
 
     @property
     def sums(self) -> tuple[Tensor, Tensor]:
@@ -72,14 +78,12 @@ class AttentionState:
     def operands(self, q: Tensor, call: AttentionCall, keys: slice | None = None) -> Operands:
         """The chunk's queries over `keys` of the windows, or over all up to its own."""
         keys = slice(0, self.end) if keys is None else keys
-        return Operands(q, self.k[keys], self.v[keys], call, self.start, keys.start, self.documents)
+        rest = (self.start, keys.start, self.documents, self.both_ways)
+        return Operands(q, self.k[keys], self.v[keys], call, *rest)
 
 
 Handler = Callable[[Tensor, Tensor, Tensor, AttentionCall], Tensor]
 """(q [n, heads, qk_dim], k [n, kv_heads, qk_dim], v [n, kv_heads, v_dim], call) -> out [n, heads, v_dim]."""
-
-Ranges = Sequence[tuple[int, int]]
-"""Ranges of a stream's tokens, (first, end), in order."""
 
 _handler: Handler | None = None
 
@@ -155,12 +159,22 @@ COUNTS = Counts()
 
 
 def attend(x: Operands) -> tuple[Tensor, Tensor]:
-    """Attention of the queries over these keys and no others: causal, within their documents and `x.call.window`.
+    """Attention of the queries over these keys and no others: causal but for `x.both_ways`, within their documents and
+    `x.call.window`.
 
     Any range of keys: the queries' own, earlier ones, both, later ones. Sinks are left to `finish`. Returns out
     [n, heads, v_dim] in q's dtype and lse [heads, n] in float32 (float64 for float64); a row that sees none of these
     keys has out 0 and lse -inf.
     """
+    if x.both_ways:
+        out, lse = attend(replace(x, both_ways=()))
+        total, total_lse = out.to(work_dtype(out.dtype)), lse.contiguous()
+        for rows, _, ahead in _ahead(x):
+            other, other_lse = attend(ahead)
+            merged, merged_lse = total[rows], total_lse[:, rows].contiguous()
+            merge_(merged, merged_lse, other.flip(0), other_lse.flip(1))
+            total_lse[:, rows] = merged_lse
+        return total.to(out.dtype), total_lse
     result: tuple[Tensor, Tensor] | None = None
     for rows, out, lse in _forward(x):
         if rows == slice(0, x.q.shape[0]):
@@ -168,6 +182,18 @@ def attend(x: Operands) -> tuple[Tensor, Tensor]:
         result = result or _nothing_seen(x)
         result[0][rows], result[1][:, rows] = out, lse
     return result or _nothing_seen(x)
+
+
+def _ahead(x: Operands) -> Iterator[tuple[slice, slice, Operands]]:
+    """(rows, keys, both in reverse order) of what the queries see of later keys: all but the last token of a range see
+    those behind them, which in reverse order is causal. A window hides none of them."""
+    queries, keys = (x.start, x.start + x.q.shape[0]), (x.key_start, x.key_start + x.k.shape[0])
+    for first, end in x.both_ways:
+        if end - first > 1 and all(begin <= first and end <= stop for begin, stop in (queries, keys)):
+            rows = slice(first - x.start, end - 1 - x.start)
+            later = slice(first + 1 - x.key_start, end - x.key_start)
+            call = replace(x.call, window=None, sinks=None)
+            yield rows, later, Operands(x.q[rows].flip(0), x.k[later].flip(0), x.v[later].flip(0), call)
 
 
 def _nothing_seen(x: Operands) -> tuple[Tensor, Tensor]:
@@ -186,6 +212,12 @@ def finish(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tens
 def attend_backward(x: Operands, given: Gradients, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Add to dq [n, heads, qk_dim], dk, dv [m, kv_heads, dim] (float32; float64) what `attend`'s rectangle contributes.
     `given` is of the finished attention over all keys."""
+    for rows, keys, ahead in _ahead(x):
+        behind = Gradients(given.dout[rows].flip(0), given.out[rows].flip(0), given.lse[:, rows].flip(1))
+        sums = [torch.zeros_like(part) for part in (dq[rows], dk[keys], dv[keys])]
+        attend_backward(ahead, behind, *sums)
+        for part, total in zip((dq[rows], dk[keys], dv[keys]), sums, strict=True):
+            part.add_(total.flip(0))
     for rows, parts in _backward(x, given, dk, dv):
         for part in parts:
             dq[rows].add_(part)
@@ -219,6 +251,9 @@ def _backward(x: Operands, given: Gradients, dk: Tensor, dv: Tensor) -> Iterator
 
 
 def _chunk_forward(state: AttentionState, q: Tensor, call: AttentionCall) -> None:
+    if state.both_ways:
+        forward_in_pieces(state, q, call, [(0, state.end)])
+        return
     for rows, part_out, part_lse in _forward(state.operands(q, call)):
         out, lse = finish(part_out, part_lse, call.sinks)
         state.out[rows].copy_(out)
@@ -229,6 +264,8 @@ def _chunk_backward(
     state: AttentionState, dout: Tensor, q: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv of the chunk itself (q's dtype) and of the sinks, for dout [n, heads, v_dim]; adds to the windows."""
+    if state.both_ways:
+        return backward_in_pieces(state, dout, q, call, [(0, state.end)])
     given, (dk, dv) = Gradients(dout, state.out, state.lse), state.sums
     dq = torch.empty_like(q)
     for rows, parts in _backward(state.operands(q, call), given, dk[: state.end], dv[: state.end]):

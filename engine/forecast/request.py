@@ -154,6 +154,8 @@ class PlanRequest:
         data, train = self.recipe.data, self.recipe.train
         if self.spec.whole_documents:
             return [data.sequence_length]
+        if self.vision.whole_chunks:
+            return [train.micro_batch_size * data.sequence_length]
         if train.chunk_tokens is not None:
             return [train.chunk_tokens]
         return chunk_options(train.micro_batch_size * data.sequence_length)

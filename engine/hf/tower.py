@@ -21,8 +21,11 @@ from penstock.engine.model.images import Images
 from penstock.engine.model.tokens import MicroBatch
 from penstock.storage.files.errors import UserError
 
-FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose images are proven to give transformers' own gradients (tests/engine/model/test_images.py)."""
+
+BOTH_WAYS = ("gemma3",)
+"""Of these the ones in which an image's tokens attend in both directions, so that no chunk may cut it."""
 
 Pixels = Mapping[str, Tensor]
 """What a model's processor makes of one image, by the names of the model's arguments."""
@@ -49,6 +52,7 @@ class Tower:
         self.device, self.dtype = device, dtype
         self._hidden_size = int(config.get_text_config(decoder=True).hidden_size)
         self.image_id = image_token_id(config)
+        self._both_ways = config.model_type in BOTH_WAYS
         text = _text_modules(whole)
         own = [(name, part) for name, part in whole.named_modules() if id(part) not in text]
         for _, model in reversed(own):  # a tower initialises its own; before parameters, which that sets too
@@ -95,16 +99,18 @@ class Tower:
         """`stream` with the images of these of its documents."""
         if not documents:
             return stream
-        rows, parts = [], []
+        rows, parts, both_ways = [], [], list[tuple[int, int]]()
         positions = None if self._places is None else stream.positions[:, None].repeat(1, 4)
         for start, end, images in documents:
             is_image = stream.ids[start:end] == self.image_id
             rows.append(start + is_image.nonzero().squeeze(-1))
             parts += [self.features(pixels) for pixels in images]
+            if self._both_ways:
+                both_ways += _runs(rows[-1])
             if positions is not None:
                 positions[start:end, 1:] = self._positions(stream.ids[start:end], is_image, images)
         features = [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
-        found = Images(torch.cat(rows), features, positions)
+        found = Images(torch.cat(rows), features, positions, both_ways)
         assert all(len(each) == len(found.rows) for each in features), "as many features as tokens that stand for them"
         return replace(stream, images=found)
 
@@ -175,6 +181,13 @@ def require_images(config: PretrainedConfig) -> None:
 def image_token_id(config: PretrainedConfig) -> int:
     """The token that stands for a part of an image."""
     return int(getattr(config, "image_token_id", None) or config.image_token_index)
+
+
+def _runs(rows: Tensor) -> list[tuple[int, int]]:
+    """The ranges of ascending numbers [m] that follow one another."""
+    begins = torch.cat([rows[:1], rows[1:][rows.diff() > 1]]).tolist()
+    ends = torch.cat([rows[:-1][rows.diff() > 1], rows[-1:]]).tolist()
+    return [(begin, end + 1) for begin, end in zip(begins, ends, strict=True)]
 
 
 def _text_modules(whole: PreTrainedModel) -> set[int]:

@@ -21,9 +21,13 @@ class Images:
     positions: Tensor | None
     """[n, 4] int64 of all tokens: in the document, then along time, height and width; None: the model has only the
     first."""
+    both_ways: Sequence[tuple[int, int]] = ()
+    """Of a whole stream: ranges of its tokens that attend in both directions; no chunk may cut one."""
 
     def part(self, start: int, end: int) -> Images | None:
         """Those of the tokens from `start` to `end` of the range; None where there are none and none is needed."""
+        cut = [pair for pair in self.both_ways if any(pair[0] < edge < pair[1] for edge in (start, end))]
+        assert not cut, f"a chunk cuts the image of tokens {cut[0]}"
         first, behind = torch.searchsorted(self.rows, torch.tensor([start, end])).tolist()
         if first == behind and self.positions is None:
             return None
@@ -33,7 +37,7 @@ class Images:
     def pin(self) -> Images:
         """The same in pinned memory, from which copies do not wait for the GPU."""
         positions = None if self.positions is None else self.positions.pin_memory()
-        return Images(self.rows.pin_memory(), [each.pin_memory() for each in self.features], positions)
+        return Images(self.rows.pin_memory(), [each.pin_memory() for each in self.features], positions, self.both_ways)
 
     def embed(self, x: Tensor) -> None:
         """Put them into x [n, hidden], the first layer's input."""

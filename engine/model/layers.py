@@ -187,7 +187,9 @@ class LayerRunner:
 
     # ------------------------------------------------------------------ from end to end
 
-    def states(self, index: int, documents: Sequence[int], ranges: Ranges) -> list[AttentionState] | list[None]:
+    def states(
+        self, index: int, documents: Sequence[int], ranges: Ranges, both_ways: Ranges = ()
+    ) -> list[AttentionState] | list[None]:
         """Attention of layer `index` for the chunks `ranges` of one stream: windows shared, in memory of their own."""
         shape, total = self._spec.attention[index], ranges[-1][1]
         if shape is None:
@@ -203,7 +205,7 @@ class LayerRunner:
         for start, end in ranges:
             out = zeros(end - start, shape.heads, shape.v_dim, dtype=self._dtype)
             lse = zeros(shape.heads, end - start, dtype=sums)
-            result.append(AttentionState(k, v, out, lse, start, end, documents, dk, dv))
+            result.append(AttentionState(k, v, out, lse, start, end, documents, dk, dv, both_ways))
         return result
 
     def forward(

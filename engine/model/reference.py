@@ -143,7 +143,10 @@ def forward_backward(
     for layer in range(num_layers):
         here = _of_layer(runner, layer, weights)
         inputs.append(hidden)
-        states = (layers.states(layer, s.documents, cuts) for s, cuts in zip(streams, ranges, strict=True))
+        states = (
+            layers.states(layer, s.documents, cuts, () if s.images is None else s.images.both_ways)
+            for s, cuts in zip(streams, ranges, strict=True)
+        )
         attended.append([state for of_stream in states for state in of_stream])
         outputs, remembered, recurrent = [], None, runner.spec.state_of(layer) is not None
         begun.append([])

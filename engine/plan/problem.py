@@ -197,6 +197,8 @@ class VisionSpace:
     """What the tower takes beside them for one image; no other op runs then."""
     features_bytes: int = 0
     """RAM of what the text model is given of the images of the steps on their way."""
+    whole_chunks: bool = False
+    """A micro-batch is one chunk: its images may lie anywhere in it, and no chunk may cut one."""
 
 
 NO_VISION = VisionSpace()

@@ -100,7 +100,8 @@ class LayerOps:
         layer, chunk = self._layer(op)
         shape = self._shape(layer)
         k, v = self._window("kv", shape, chunk.micro_batch)
-        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, self._views.documents(op, chunk))
+        documents, both_ways = self._views.documents(op, chunk), self._views.both_ways(op, chunk)
+        state = AttentionState(k, v, out, lse, chunk.start, chunk.end, documents, both_ways=both_ways)
         if op.action is a.LAYER_BACKWARD:
             state.dk, state.dv = self._window("dkv", shape, chunk.micro_batch)
             if a.ZERO_DKV in op.flags:  # of the stream's last chunk: what is behind it is padding
@@ -377,7 +378,8 @@ class LayerOps:
         # What the layer's tokens may see: its documents, or the blocks that it cuts them into.
         documents = self._layers.documents(layer, self._views.documents(op, chunk), self._plan.window_tokens)
         k, v = self._slot("kv", op, shape)
-        return Operands(self._queries(op, shape), k, v, call, chunk.start, keys.start, documents)
+        both_ways = self._views.both_ways(op, chunk)
+        return Operands(self._queries(op, shape), k, v, call, chunk.start, keys.start, documents, both_ways)
 
     def _given(self, op: Op, shape: AttentionShape) -> Gradients:
         """Streamed: the gradient of attention's output, which is in its slot or in the chunk's saved graph."""

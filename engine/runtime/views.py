@@ -159,6 +159,11 @@ class Views:
     def tokens(self, op: Op) -> ChunkTokens:
         return self.batch(op).chunks[op.index]
 
+    def both_ways(self, op: Op, chunk: Chunk) -> Sequence[tuple[int, int]]:
+        """Ranges of the chunk's stream that attend in both directions."""
+        images = self.batch(op).micro_batches[chunk.micro_batch].images
+        return () if images is None else images.both_ways
+
     def images(self, op: Op) -> Images | None:
         """What there is of images in the op's chunk."""
         return self.batch(op).images.get(op.index)

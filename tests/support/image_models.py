@@ -34,6 +34,17 @@ FAMILIES = {
         "vision_config": {"model_type": "clip_vision_model", **_SIGLIP},
         "image_token_index": IMAGE,
     },
+    "gemma3": {
+        "text_config": {
+            "query_pre_attn_scalar": 8,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": _SIGLIP,
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE,
+    },
     "qwen3_vl": {
         "text_config": {"rope_parameters": _ROPE, "tie_word_embeddings": True},
         "vision_config": _QWEN | {"deepstack_visual_indexes": [0, 1]},
@@ -45,7 +56,7 @@ FAMILIES = {
         **_IDS,
     },
 }
-ROOM = {"llava": None, "qwen3_vl": "mm_token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
+ROOM = {"llava": None, "gemma3": "token_type_ids", "qwen3_vl": "mm_token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
 """What transformers' model is told by which of a document's tokens are images."""
 
 
@@ -56,8 +67,8 @@ def config_of(family: str) -> PretrainedConfig:
 
 def pixels_of(family: str, size: int) -> tuple[dict[str, Tensor], int]:
     """What a processor makes of an image, and the tokens that stand for it."""
-    if family == "llava":
-        return {"pixel_values": torch.randn(1, 3, 8, 8)}, 16
+    if family in ("llava", "gemma3"):
+        return {"pixel_values": torch.randn(1, 3, 8, 8)}, 16 if family == "llava" else 4
     grid = torch.tensor([[1, 4, 4 * size]])
     return {"pixel_values": torch.randn(int(grid.prod()), 3 * 2 * 2 * 2), "image_grid_thw": grid}, 4 * size
 
