@@ -41,7 +41,7 @@ class Vision:
         """None where the data has no images. Raises UserError for a model whose images cannot be trained on."""
         if corpus.images is None:
             return None
-        require_images(spec.config)
+        require_images(spec.model_type)
         folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
         processor = ImageProcessor.find(folder)
         if folder is None or processor is None:
@@ -67,7 +67,7 @@ class Vision:
             weights_bytes=sizes.weights_bytes,
             work_bytes=sizes.work_bytes(int(counts.max())),
             features_bytes=_STEPS * (round(most * sizes.token_bytes) + tokens * _POSITION_BYTES)
-            + round(most / int(counts.min()) * sizes.pixels_bytes(int(counts.min()))),
+            + sizes.pixels_bytes(round(most)),
         )
         return vision
 

@@ -114,13 +114,17 @@ class Source:
 
     def prompts(self, data: DataConfig, text_tokens: int, most: int) -> Iterator[tuple[str, int]]:
         """What comes before the first answer of documents held out, or of the first ones where none are, and that
-        answer's tokens; of a text its beginning, and 0. One of more than `most` tokens is left out."""
+        answer's tokens; of a text its beginning, and 0. One of more than `most` tokens is left out, and
+        so is one with images, as a prompt is text."""
         from penstock.engine.data.packing import split_documents
 
         numbers = np.arange(min(_LOOKED_AT, len(self)))
         if data.validation_documents is not None:
             numbers = split_documents(len(self), data.validation_documents, data.seed)[1][:_LOOKED_AT]
+        images = self.corpus.images
         for number in numbers.tolist():
+            if images is not None and images.of_document(number):
+                continue
             start, stop = (int(offset) for offset in self.corpus.starts[number : number + 2])
             first, answer = text_tokens, 0
             if self.corpus.weights is not None:
@@ -213,6 +217,10 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
             result = prepare_data(recipe, folder)
             _ = result.corpus.origins  # read while its file is there
     assert result.tokenizer is not None
+    if model is not None and result.corpus.images is not None:
+        from penstock.engine.hf.tower import require_images
+
+        require_images(model.type)
     if model is not None:
         grown = result.tokenizer.vocab_size if recipe.model.added_tokens else 0
         result.corpus.require_vocabulary(max(model.vocab_size, grown))

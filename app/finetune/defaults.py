@@ -66,6 +66,8 @@ class Found:
     """Longest position that the model is made for; None: not known."""
     text: bool
     """Documents are text, all of it trained, which may be split anywhere."""
+    images: bool = False
+    """Some have images, and those are never cut."""
     lengths: NDArray[np.int64]
     """[documents] tokens of each."""
     rows: Callable[[Mapping[str, Any]], int]
@@ -111,6 +113,8 @@ def _data(made: _Made, facts: Found) -> None:
         made.set("data.packing", "best_fit", "whole documents, arranged to leave little space empty")
     if facts.text:
         made.set("data.long_documents", "split", "longer documents are split into several")
+    elif facts.images:
+        made.set("data.long_documents", "drop", "documents with images are never cut")
     else:
         made.set("data.long_documents", "cut", "documents longer than a row lose their end")
     held = held_out(count)

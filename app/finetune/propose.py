@@ -80,6 +80,7 @@ def propose(
         context=source.model.context,
         whole_documents=source.model.whole_documents,
         text=source.is_text,
+        images=source.corpus.images is not None,
         lengths=source.lengths,
         rows=lambda values: source.rows(with_values(recipe, values).data),
     )

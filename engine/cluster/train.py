@@ -21,6 +21,7 @@ from penstock.engine.cluster.model import Sharded, make_sharded, rounded_alike
 from penstock.engine.cluster.ranks import Ranks
 from penstock.engine.cluster.step import Share, train_step, validate
 from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, state_folder, whole_document_notes
+from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.loader import DataLoader, ValidationSet, make_loader, make_validation
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.cluster import require_whole
@@ -93,6 +94,7 @@ def train_cluster(
     if start is None:
         tokenizer = described.data.tokenizer
         ranks.together(lambda: require_overrides(recipe, tokenizer.vocab_size if tokenizer else None))
+    ranks.together(lambda: require_texts(described.data.corpus))
     spec, kinds = described.spec, find_optimizer(recipe.train).kinds
     with checklist.step("self-check"):
         dtype = compute_dtype(recipe.train)
@@ -160,6 +162,15 @@ def require_even(recipe: Recipe, ranks: int, spread: int = 1) -> None:
             f"train.global_batch_size {train.global_batch_size} is {count:,} micro-batches of "
             f"{train.micro_batch_size}, which {who} cannot share evenly; set {fix}, or start a different number of "
             "processes"
+        )
+
+
+def require_texts(corpus: TokenCorpus) -> None:
+    """UserError where the data has images."""
+    if corpus.images is not None:
+        raise UserError(
+            f"{corpus.folder}: the data has images, which are trained on one machine only; start the run on one, "
+            "without torchrun, or remove the images"
         )
 
 

@@ -21,7 +21,7 @@ from penstock.engine.model.images import Images
 from penstock.engine.model.tokens import MicroBatch
 from penstock.storage.files.errors import UserError
 
-FAMILIES = ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "idefics3", "smolvlm")
 """Model types whose images are proven to give transformers' own gradients (tests/engine/model/test_images.py)."""
 
 BOTH_WAYS = ("gemma3",)
@@ -45,7 +45,7 @@ class Tower:
 
     def __init__(self, config: PretrainedConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Read it from a checkpoint. Raises UserError for a model whose images cannot be trained on."""
-        require_images(config)
+        require_images(config.model_type)
         whole = skeleton.build_whole(config)
         assert whole is not None
         whole.eval()
@@ -133,8 +133,8 @@ class TowerSizes(NamedTuple):
     """What it holds at once of a patch."""
     patch_pixels_bytes: int
     """What the processor makes of a patch."""
-    patches: tuple[int, int]
-    """Of a token, and of an image, where that is fixed."""
+    token_patches: int
+    """Patches of an image for each of its tokens."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, item: int) -> TowerSizes:
@@ -150,30 +150,32 @@ class TowerSizes(NamedTuple):
         # some projectors take more than the last.
         held = (12 + depth) * width + 3 * inner
         pixels = getattr(vision, "temporal_patch_size", 1) * 3 * vision.patch_size**2 * 4
-        side = getattr(vision, "image_size", 0) // vision.patch_size
+        merged = float(getattr(vision, "spatial_merge_size", getattr(config, "scale_factor", 1)))
+        if (tokens := getattr(config, "mm_tokens_per_image", None)) is not None:
+            merged = vision.image_size // vision.patch_size / tokens**0.5
         added = len(getattr(vision, "deepstack_visual_indexes", ()))
         return cls(
             weights_bytes=sum(p.numel() for p in own) * item,
             token_bytes=(1 + added) * config.get_text_config(decoder=True).hidden_size * item,
             patch_bytes=held * item + 2 * pixels,
             patch_pixels_bytes=pixels,
-            patches=(getattr(vision, "spatial_merge_size", 1) ** 2, side**2 + 1),
+            token_patches=round(merged**2),
         )
 
     def work_bytes(self, tokens: int) -> int:
         """What it takes beside its weights for an image for which so many tokens stand."""
-        return max(tokens * self.patches[0], self.patches[1]) * self.patch_bytes
+        return (tokens * self.token_patches + 1) * self.patch_bytes
 
     def pixels_bytes(self, tokens: int) -> int:
         """What the processor makes of such an image."""
-        return max(tokens * self.patches[0], self.patches[1]) * self.patch_pixels_bytes
+        return tokens * self.token_patches * self.patch_pixels_bytes
 
 
-def require_images(config: PretrainedConfig) -> None:
+def require_images(model_type: str) -> None:
     """UserError for a model whose images cannot be trained on."""
-    if config.model_type not in FAMILIES:
+    if model_type not in FAMILIES:
         raise UserError(
-            f"model type '{config.model_type}': training on images is supported for {', '.join(FAMILIES)}; remove the "
+            f"model type '{model_type}': training on images is supported for {', '.join(FAMILIES)}; remove the "
             "images from the data to train on its text, or use one of these models"
         )
 

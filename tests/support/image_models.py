@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 IMAGE = 90
@@ -56,7 +57,47 @@ FAMILIES = {
         **_IDS,
     },
 }
-ROOM = {"llava": None, "gemma3": "token_type_ids", "qwen3_vl": "mm_token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
+_LINEAR = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+_LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+FAMILIES |= {
+    "qwen2_vl": {
+        "text_config": {"rope_parameters": _ROPE},
+        "vision_config": {"depth": 2, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "patch_size": 2},
+        **_IDS,
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            "rope_parameters": _ROPE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        "vision_config": _QWEN | {"deepstack_visual_indexes": [0, 1]},
+        **_IDS,
+    },
+    "qwen3_5": {
+        "text_config": _LINEAR
+        | {
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        "vision_config": _QWEN,
+        **_IDS,
+    },
+    "idefics3": {
+        "text_config": {"model_type": "llama"},
+        "vision_config": _SIGLIP,
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+    },
+    "smolvlm": {
+        "text_config": {"model_type": "llama"},
+        "vision_config": _SIGLIP,
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+    },
+}
+ROOM = {"llava": None, "idefics3": None, "smolvlm": None, "gemma3": "token_type_ids"}
 """What transformers' model is told by which of a document's tokens are images."""
 
 
@@ -67,13 +108,17 @@ def config_of(family: str) -> PretrainedConfig:
 
 def pixels_of(family: str, size: int) -> tuple[dict[str, Tensor], int]:
     """What a processor makes of an image, and the tokens that stand for it."""
+    if family in ("idefics3", "smolvlm"):
+        return {"pixel_values": torch.randn(1, 1, 3, 8, 8), "pixel_attention_mask": torch.ones(1, 1, 8, 8).bool()}, 4
     if family in ("llava", "gemma3"):
         return {"pixel_values": torch.randn(1, 3, 8, 8)}, 16 if family == "llava" else 4
     grid = torch.tensor([[1, 4, 4 * size]])
     return {"pixel_values": torch.randn(int(grid.prod()), 3 * 2 * 2 * 2), "image_grid_thw": grid}, 4 * size
 
 
-_PLACE = {"llava": "<image>", "qwen3_vl": "<|image_pad|>", "qwen2_5_vl": "<|image_pad|>"}
+_PLACE = {"llava": "<image>", "gemma3": "<start_of_image>", "qwen3_vl": "<|image_pad|>"}
+"""What a template writes for an image."""
+_SOFT = "<image_soft_token>"
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -92,17 +137,19 @@ def make_image_model(folder: Path, family: str) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[*_SPECIAL, _PLACE[family]], initial_alphabet=letters, show_progress=False
+        vocab_size=300, special_tokens=[*_SPECIAL, _PLACE[family], _SOFT], initial_alphabet=letters, show_progress=False
     )
     tokenizer.train_from_iterator([f"What colour is it? It is {colour}." for colour in COLOURS], trainer)
     make: Any = PreTrainedTokenizerFast
-    fast = make(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    own_tokens = {"image_token": _SOFT, "boi_token": _PLACE[family], "eoi_token": "<|vision_end|>"}
+    more = {"extra_special_tokens": own_tokens} if family == "gemma3" else {}
+    fast = make(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", **more)
     fast.chat_template = _TEMPLATE.replace("PLACE", _PLACE[family])
     fast.save_pretrained(folder)
     config = config_of(family)
     for name in ("image_token_id", "image_token_index"):
         if hasattr(config, name):
-            setattr(config, name, fast.convert_tokens_to_ids(_PLACE[family]))
+            setattr(config, name, fast.convert_tokens_to_ids(_SOFT if family == "gemma3" else _PLACE[family]))
     config.text_config.vocab_size = len(fast)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -113,6 +160,10 @@ def make_image_model(folder: Path, family: str) -> Path:
         sizes: dict[str, Any] = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
         CLIPImageProcessorPil(**sizes).save_pretrained(folder)
         own = {"patch_size": 2, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    elif family == "gemma3":
+        sizes = {"size": {"height": 8, "width": 8}}
+        Gemma3ImageProcessorPil(**sizes).save_pretrained(folder)
+        own = {"image_seq_length": 4}
     else:
         sizes = {"size": {"shortest_edge": 16, "longest_edge": 256}, "patch_size": 2}
         Qwen2VLImageProcessorPil(**sizes).save_pretrained(folder)
