@@ -14,7 +14,8 @@ from penstock.engine.config import Recipe
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.corpus.images import ImageFiles
 from penstock.engine.data.text.images import ImageProcessor
-from penstock.engine.hf.tower import BOTH_WAYS, Pictured, Tower, TowerSizes, require_images
+from penstock.engine.hf.tower import Pictured, Tower, TowerSizes
+from penstock.engine.model.images import BOTH_WAYS, require_images
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.plan.problem import DTYPE_BYTES, VisionSpace

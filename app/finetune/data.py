@@ -217,10 +217,6 @@ def open_source(recipe: Recipe, listener: Listener | None, *, with_model: bool =
             result = prepare_data(recipe, folder)
             _ = result.corpus.origins  # read while its file is there
     assert result.tokenizer is not None
-    if model is not None and result.corpus.images is not None:
-        from penstock.engine.hf.tower import require_images
-
-        require_images(model.type)
     if model is not None:
         grown = result.tokenizer.vocab_size if recipe.model.added_tokens else 0
         result.corpus.require_vocabulary(max(model.vocab_size, grown))

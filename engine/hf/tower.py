@@ -17,15 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from penstock.engine.hf.conversion import ConversionPlan
 from penstock.engine.hf.quantised import open_checkpoint
 from penstock.engine.model import skeleton
-from penstock.engine.model.images import Images
+from penstock.engine.model.images import BOTH_WAYS, Images
 from penstock.engine.model.tokens import MicroBatch
 from penstock.storage.files.errors import UserError
-
-FAMILIES = ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "idefics3", "smolvlm")
-"""Model types whose images are proven to give transformers' own gradients (tests/engine/model/test_images.py)."""
-
-BOTH_WAYS = ("gemma3",)
-"""Of these the ones in which an image's tokens attend in both directions, so that no chunk may cut it."""
 
 Pixels = Mapping[str, Tensor]
 """What a model's processor makes of one image, by the names of the model's arguments."""
@@ -44,8 +38,7 @@ class Tower:
     image as there are vectors for it)."""
 
     def __init__(self, config: PretrainedConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        """Read it from a checkpoint. Raises UserError for a model whose images cannot be trained on."""
-        require_images(config.model_type)
+        """Read it from a checkpoint. Raises UserError where that does not have all of it."""
         whole = skeleton.build_whole(config)
         assert whole is not None
         whole.eval()
@@ -169,15 +162,6 @@ class TowerSizes(NamedTuple):
     def pixels_bytes(self, tokens: int) -> int:
         """What the processor makes of such an image."""
         return tokens * self.token_patches * self.patch_pixels_bytes
-
-
-def require_images(model_type: str) -> None:
-    """UserError for a model whose images cannot be trained on."""
-    if model_type not in FAMILIES:
-        raise UserError(
-            f"model type '{model_type}': training on images is supported for {', '.join(FAMILIES)}; remove the "
-            "images from the data to train on its text, or use one of these models"
-        )
 
 
 def image_token_id(config: PretrainedConfig) -> int:

@@ -9,6 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.storage.files.errors import UserError
+
+FAMILIES = ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "idefics3", "smolvlm")
+"""Model types whose images are proven to give transformers' own gradients (tests/engine/model/test_images.py)."""
+
+BOTH_WAYS = ("gemma3",)
+"""Of these the ones in which an image's tokens attend in both directions, so that no chunk may cut it."""
+
+
+def require_images(model_type: str) -> None:
+    """UserError for a model whose images cannot be trained on."""
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"model type '{model_type}': training on images is supported for {', '.join(FAMILIES)}; remove the "
+            "images from the data to train on its text, or use one of these models"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Images:

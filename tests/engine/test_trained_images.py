@@ -16,7 +16,7 @@ from penstock.engine.config import DataConfig, ModelConfig
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.text.images import ImageProcessor
 from penstock.engine.export import export
-from penstock.engine.hf.tower import BOTH_WAYS
+from penstock.engine.model.images import BOTH_WAYS
 from penstock.storage.generations.store import NvmeStore
 
 STEPS = 60

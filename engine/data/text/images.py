@@ -52,12 +52,15 @@ class ImageProcessor:
     def _processor(self) -> Any:
         """transformers' own, without the video part, which would take the package torchvision."""
         _require_pillow()
-        from transformers import AutoImageProcessor, AutoTokenizer
+        from transformers import AutoImageProcessor, AutoTokenizer  # they take seconds, as torch does
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
-        kind = parse_object(read_model_file(self.folder, "config.json", _MOST_CONFIG_BYTES)).get("model_type")
+        from penstock.engine.model.images import require_images
+
+        kind = str(parse_object(read_model_file(self.folder, "config.json", _MOST_CONFIG_BYTES)).get("model_type"))
+        require_images(kind)
         try:
-            own: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES[str(kind)])
+            own: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES[kind])
             attributes = ["image_processor", "tokenizer"]
             made: Any = type(own.__name__, (own,), {"get_attributes": classmethod(lambda cls: attributes)})
             local = {"local_files_only": True, "trust_remote_code": False}

@@ -1,6 +1,7 @@
 """Rows with images: the layouts that are read, and what is refused in one line."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,15 @@ def test_a_model_without_a_processor_takes_no_images(origin: Path, folder: Path)
     row = {"messages": [{"role": "user", "content": ASKED}, ANSWER], "images": ["red.png"]}
     with pytest.raises(UserError, match=r"rows.jsonl:1: the row has images, and the model takes none"):
         prepared(bare, folder, row)
+
+
+def test_a_family_that_is_not_proven_is_refused_in_one_line(origin: Path, folder: Path) -> None:
+    other = Path(shutil.copytree(origin, folder / "other"))
+    config = json.loads((other / "config.json").read_text()) | {"model_type": "llava_next"}
+    (other / "config.json").write_text(json.dumps(config))
+    row = {"messages": [{"role": "user", "content": ASKED}, ANSWER], "images": ["red.png"]}
+    with pytest.raises(UserError, match=r"model type 'llava_next': training on images is supported for llava, gemma3"):
+        prepared(other, folder, row)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -1,5 +1,6 @@
 """Images in the data: the text model's gradients are those of plain transformers' whole model, its tower frozen."""
 
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 from image_models import FAMILIES, IMAGE, ROOM, config_of, pixels_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from penstock.engine.hf.tower import BOTH_WAYS, Pictured, Tower
+from penstock.engine.hf.tower import Pictured, Tower, TowerSizes
 from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.images import BOTH_WAYS
 from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
@@ -128,3 +132,42 @@ def test_the_streamed_pass_has_them_too(tmp_path: Path, family: str, pieces: boo
     assert streamed == pytest.approx(loss, rel=1e-6)
     errors = relative_errors(gradients, {name: gradient for name, gradient in expected.items() if name in gradients})
     assert max(errors.values()) < 1e-5, errors
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors made inside it have at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        self._known |= {tensor.untyped_storage()._cdata for tensor in given}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._known:
+                self._known.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, key, storage.nbytes())
+        return result
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tower_takes_no_more_than_is_planned(tmp_path: Path, family: str) -> None:
+    tower = make(tmp_path, family, LAYOUTS["text only"]).tower
+    sizes = TowerSizes.of(config_of(family), 4)
+    assert tower.nbytes == sizes.weights_bytes
+    for size in (1, 3, 8):
+        pixels, tokens = pixels_of(family, size)
+        with Live() as live:
+            features = tower.features(pixels)
+        assert live.peak <= sizes.work_bytes(tokens)
+        assert sum(each.numel() * 4 for each in features) == tokens * sizes.token_bytes
+        assert pixels["pixel_values"].numel() * 4 == sizes.pixels_bytes(tokens)
