@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ STEPS = 60
 
 @pytest.fixture(scope="module", params=["llava", "gemma3", "qwen3_vl"])
 def origin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_model(tmp_path_factory.mktemp("model") / request.param, request.param)
+
+
+@pytest.fixture(scope="module", params=["idefics3"])
+def tiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_image_model(tmp_path_factory.mktemp("model") / request.param, request.param)
 
 
@@ -58,6 +64,8 @@ def test_it_learns_what_is_in_an_image_and_the_export_tells(tmp_path: Path, orig
     tiny.train_run(tmp_path / "run", observer, **run)
     assert any("6 images" in message for message in observer.messages)
     assert observer.metrics[-1].loss < 0.1 < observer.metrics[0].loss
+    assert observer.plan["tiers"]["gpu"]["parts"]["vision tower"] > 0
+    assert observer.plan["tiers"]["ram"]["parts"]["images"] > 0
     export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "out")
     before, after = (load_file(folder / "model.safetensors") for folder in (origin, tmp_path / "out"))
     assert before.keys() == after.keys()
@@ -83,6 +91,22 @@ def answer(folder: Path, image: Path) -> str:
     return str(processor.tokenizer.decode(made, skip_special_tokens=True))
 
 
+WAYS: list[dict[str, Any]] = [{"activation_checkpointing": "none"}, {"activation_checkpointing": "full"}]
+WAYS += [{"kv_window": "streamed"}, {"micro_batch_size": 3}]
+
+
+def test_however_it_is_computed_it_is_the_same_step(tmp_path: Path, origin: Path) -> None:
+    run = sections(origin, rows(tmp_path), steps=2)
+    found = []
+    for number, way in enumerate([{}, *WAYS]):
+        observer = tiny.Silent()
+        chunk_tokens = 288 if origin.name in BOTH_WAYS else run["train"].chunk_tokens
+        train = replace(run["train"], **({"chunk_tokens": chunk_tokens} | way))
+        tiny.train_run(tmp_path / str(number), observer, **(run | {"train": train}))
+        found.append([value for metrics in observer.metrics for value in (metrics.loss, metrics.grad_norm)])
+    assert all(values == pytest.approx(found[0], rel=1e-4) for values in found)
+
+
 def test_a_resumed_run_sees_the_same_images(tmp_path: Path, origin: Path) -> None:
     run = sections(origin, rows(tmp_path), steps=6)
     tiny.train_run(tmp_path / "straight", tiny.Silent(), **run)
@@ -99,6 +123,18 @@ def test_a_resumed_run_sees_the_same_images(tmp_path: Path, origin: Path) -> Non
 
 
 def test_the_tokens_are_those_of_the_models_processor(tmp_path: Path, origin: Path) -> None:
+    require_tokens(tmp_path, origin)
+
+
+def test_so_are_those_of_an_image_in_tiles(tmp_path: Path, tiled: Path) -> None:
+    require_tokens(tmp_path, tiled)
+    run, observer = sections(tiled, tmp_path / "rows.jsonl", steps=2), tiny.Silent()
+    run["data"] = replace(run["data"], sequence_length=192)
+    tiny.train_run(tmp_path / "run", observer, **run)
+    assert len(observer.metrics) == 2
+
+
+def require_tokens(tmp_path: Path, origin: Path) -> None:
     run = tiny.recipe(**sections(origin, rows(tmp_path)))
     corpus = prepare_data(run, tmp_path / "data").corpus
     processor = ImageProcessor(origin)
@@ -108,7 +144,7 @@ def test_the_tokens_are_those_of_the_models_processor(tmp_path: Path, origin: Pa
     parts = [{"type": "image"}, {"type": "text", "text": " or "}, {"type": "image"}, {"type": "text", "text": "?"}]
     talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "blue"}]}]
     text = processor._processor.apply_chat_template(talk)
-    expected = processor._processor(images=images, text=text)["input_ids"][0]
+    expected = processor._processor(images=[images], text=[text])["input_ids"][0]
     start, stop = corpus.starts[4:6]
     assert corpus.tokens[start:stop].tolist() == expected
     assert corpus.weights is not None

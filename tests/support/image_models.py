@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 IMAGE = 90
@@ -116,10 +117,12 @@ def pixels_of(family: str, size: int) -> tuple[dict[str, Tensor], int]:
     return {"pixel_values": torch.randn(int(grid.prod()), 3 * 2 * 2 * 2), "image_grid_thw": grid}, 4 * size
 
 
-_PLACE = {"llava": "<image>", "gemma3": "<start_of_image>", "qwen3_vl": "<|image_pad|>"}
+_PLACE = {"llava": "<image>", "gemma3": "<start_of_image>", "qwen3_vl": "<|image_pad|>", "idefics3": "<image>"}
 """What a template writes for an image."""
 _SOFT = "<image_soft_token>"
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+_TILES = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+_TILES += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -137,7 +140,10 @@ def make_image_model(folder: Path, family: str) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[*_SPECIAL, _PLACE[family], _SOFT], initial_alphabet=letters, show_progress=False
+        vocab_size=320,
+        special_tokens=[*_SPECIAL, _PLACE[family], _SOFT, *_TILES],
+        initial_alphabet=letters,
+        show_progress=False,
     )
     tokenizer.train_from_iterator([f"What colour is it? It is {colour}." for colour in COLOURS], trainer)
     make: Any = PreTrainedTokenizerFast
@@ -164,6 +170,10 @@ def make_image_model(folder: Path, family: str) -> Path:
         sizes = {"size": {"height": 8, "width": 8}}
         Gemma3ImageProcessorPil(**sizes).save_pretrained(folder)
         own = {"image_seq_length": 4}
+    elif family == "idefics3":
+        sizes = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 8}}
+        Idefics3ImageProcessorPil(**sizes).save_pretrained(folder)
+        own = {"image_seq_len": 4}
     else:
         sizes = {"size": {"shortest_edge": 16, "longest_edge": 256}, "patch_size": 2}
         Qwen2VLImageProcessorPil(**sizes).save_pretrained(folder)

@@ -31,6 +31,8 @@ from penstock.storage.files.errors import UserError
 _ALWAYS = ("messages", "sharegpt")
 """Sources whose every row is a conversation."""
 _VERSION = 5  # of what the same files become
+_IMAGE_BYTES = 1 << 19
+"""About what a file with an image has."""
 
 
 class Encoder:
@@ -264,11 +266,12 @@ def batches(samples: Iterator[Sample], most_chars: int) -> Iterator[list[Sample]
 
 
 def size_of(sample: Sample) -> int:
-    """About how many characters a sample has."""
+    """About how many characters a sample has, or bytes with its images."""
     if isinstance(sample, Text):
         return len(sample.text)
     if isinstance(sample, Completion):
         return len(sample.prompt) + len(sample.completion)
     if isinstance(sample, Ids):
         return 4 * len(sample.ids)
-    return sum(100 + sum(map(len, content_texts(message.get("content")))) for message in sample.messages)
+    texts = sum(100 + sum(map(len, content_texts(message.get("content")))) for message in sample.messages)
+    return texts + sum(len(image) if isinstance(image, bytes) else _IMAGE_BYTES for image in sample.images)
