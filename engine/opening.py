@@ -39,6 +39,7 @@ from penstock.engine.hf.adapter_folder import Start
 from penstock.engine.hf.config import require_overrides
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
 from penstock.engine.hf.quantised import open_checkpoint
+from penstock.engine.image_check import check_images
 from penstock.engine.kernels import KernelQuery, choose_kernels, kernel_query, kernel_record, report_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
@@ -172,6 +173,8 @@ def open_session(
             result = task.search(machine, documents=documents, filled=filled, rough=train.calibrate)
         with checklist.step("self-check"):
             _refuse_unless_exact(spec, recipe, result.plan, observer, device)
+            if vision is not None:
+                check_images(spec.config, pieces=result.plan.streamed)
         nvme_budget = None if budgets.nvme is None else parse_bytes(budgets.nvme, "budgets.nvme")
         recorded, kernels = None, None
         if going_on:

@@ -34,8 +34,7 @@ class Pictured(NamedTuple):
 
 
 class Tower:
-    """Attributes: `nbytes` (bytes of the weights on the device), `image_id` (the token of which as many stand for an
-    image as there are vectors for it)."""
+    """Attributes: `nbytes` (bytes of the weights on the device)."""
 
     def __init__(self, config: PretrainedConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Read it from a checkpoint. Raises UserError where that does not have all of it."""
@@ -44,8 +43,7 @@ class Tower:
         whole.eval()
         self.device, self.dtype = device, dtype
         self._hidden_size = int(config.get_text_config(decoder=True).hidden_size)
-        self.image_id = image_token_id(config)
-        self._both_ways = config.model_type in BOTH_WAYS
+        self._places = Places(whole)
         text = _text_modules(whole)
         own = [(name, part) for name, part in whole.named_modules() if id(part) not in text]
         for _, model in reversed(own):  # a tower initialises its own; before parameters, which that sets too
@@ -72,7 +70,6 @@ class Tower:
             )
         self._get_features = cast(Any, whole.get_image_features)
         self._accepts = inspect.signature(self._get_features).parameters.keys()
-        self._places = getattr(whole.base_model, "get_rope_index", None)
 
     @torch.no_grad()
     def features(self, pixels: Pixels) -> list[Tensor]:
@@ -92,28 +89,41 @@ class Tower:
         """`stream` with the images of these of its documents."""
         if not documents:
             return stream
-        rows, parts, both_ways = [], [], list[tuple[int, int]]()
-        positions = None if self._places is None else stream.positions[:, None].repeat(1, 4)
+        parts = [self.features(pixels) for document in documents for pixels in document.images]
+        features = [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
+        return replace(stream, images=self._places.images(stream, documents, features))
+
+
+class Places:
+    """Where a model has its images: which tokens stand for them, their positions, and what sees what.
+
+    Attributes: `image_id` (the token of which as many stand for an image as there are vectors for it).
+    """
+
+    def __init__(self, whole: PreTrainedModel) -> None:
+        """Of a model that takes images, wherever it is."""
+        config = whole.config
+        self.image_id = int(getattr(config, "image_token_id", None) or config.image_token_index)
+        self._both_ways = config.model_type in BOTH_WAYS
+        self._positions = getattr(whole.base_model, "get_rope_index", None)
+
+    def images(self, stream: MicroBatch, documents: Sequence[Pictured], features: Sequence[Tensor]) -> Images:
+        """The images of documents of a stream, with their `features`, each [tokens of them all, hidden]."""
+        rows, both_ways = [], list[tuple[int, int]]()
+        positions = None if self._positions is None else stream.positions[:, None].repeat(1, 4)
         for start, end, images in documents:
             is_image = stream.ids[start:end] == self.image_id
             rows.append(start + is_image.nonzero().squeeze(-1))
-            parts += [self.features(pixels) for pixels in images]
             if self._both_ways:
                 both_ways += _runs(rows[-1])
-            if positions is not None:
-                positions[start:end, 1:] = self._positions(stream.ids[start:end], is_image, images)
-        features = [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
-        found = Images(torch.cat(rows), features, positions, both_ways)
-        assert all(len(each) == len(found.rows) for each in features), "as many features as tokens that stand for them"
-        return replace(stream, images=found)
-
-    def _positions(self, ids: Tensor, is_image: Tensor, images: Sequence[Pixels]) -> Tensor:
-        """[n, 3] along time, height and width, of the tokens [n] of a document."""
-        grids = torch.cat([pixels["image_grid_thw"] for pixels in images])
-        assert self._places is not None
-        positions, _ = self._places(ids[None], mm_token_type_ids=is_image[None].int(), image_grid_thw=grids)
-        found: Tensor = positions[:, 0].T
-        return found
+            if positions is not None and self._positions is not None:
+                grids = torch.cat([pixels["image_grid_thw"] for pixels in images])
+                types = is_image[None].int()
+                found, _ = self._positions(stream.ids[None, start:end], mm_token_type_ids=types, image_grid_thw=grids)
+                positions[start:end, 1:] = found[:, 0].T
+        result = Images(torch.cat(rows), features, positions, both_ways)
+        assert all(len(each) == len(result.rows) for each in features), "as many vectors as tokens that stand for them"
+        return result
 
 
 class TowerSizes(NamedTuple):
@@ -162,11 +172,6 @@ class TowerSizes(NamedTuple):
     def pixels_bytes(self, tokens: int) -> int:
         """What the processor makes of such an image."""
         return tokens * self.token_patches * self.patch_pixels_bytes
-
-
-def image_token_id(config: PretrainedConfig) -> int:
-    """The token that stands for a part of an image."""
-    return int(getattr(config, "image_token_id", None) or config.image_token_index)
 
 
 def _runs(rows: Tensor) -> list[tuple[int, int]]:

@@ -13,12 +13,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from penstock.engine.hf.tower import Pictured, Tower, TowerSizes
+from penstock.engine.image_check import check_images
 from penstock.engine.model.anatomy import take_apart
-from penstock.engine.model.images import BOTH_WAYS
+from penstock.engine.model.images import BOTH_WAYS, Images
 from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.engine.self_check import relative_errors, streamed_gradients
+from penstock.storage.files.errors import UserError
 
 LAYOUTS = {
     "in the middle": [[(20, [1])], [(17, [])]],
@@ -171,3 +173,16 @@ def test_the_tower_takes_no_more_than_is_planned(tmp_path: Path, family: str) ->
         assert live.peak <= sizes.work_bytes(tokens)
         assert sum(each.numel() * 4 for each in features) == tokens * sizes.token_bytes
         assert pixels["pixel_values"].numel() * 4 == sizes.pixels_bytes(tokens)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_self_check_of_images_passes(family: str, pieces: bool) -> None:
+    assert check_images(config_of(family), pieces=pieces) <= 1e-4
+
+
+@pytest.mark.parametrize("mistake", ["add", "embed", "without"])
+def test_the_self_check_of_images_finds_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    monkeypatch.setattr(Images, mistake, lambda self, *given: given[-1])
+    with pytest.raises(UserError, match=r"self-check of images of model type 'qwen3_vl' failed"):
+        check_images(config_of("qwen3_vl"))
