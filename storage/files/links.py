@@ -121,6 +121,22 @@ def require_of_data(files: Iterable[Path], root: Path) -> None:
             _require_public(file, real)
 
 
+def require_shown(file: Path, folder: Path) -> None:
+    """UserError where a file that a row of data in `folder` names is elsewhere and private: hidden, or nobody else's to
+    read. One that is not there is no matter."""
+    with contextlib.suppress(OSError, RuntimeError):
+        real = file.resolve(strict=True)
+        if _is_within(real, folder.resolve()) or any(_ENTRY.fullmatch(parent.name) for parent in real.parents):
+            return
+        hidden = any(part.startswith(".") for part in real.parts)
+        if hidden or not stat.S_IMODE(real.stat().st_mode) & 0o044:
+            why = "hidden, or in a hidden folder" if hidden else "a file that nobody else may read"
+            raise UserError(
+                f"{printable(file)}: is outside of the data's folder and {why}; copy it into the folder, or, if you "
+                f"trust the data, allow it with {VARIABLE}={printable(real.parent)}"
+            )
+
+
 def below_data(root: Path) -> Iterator[Path]:
     """All files below a folder of data, links to files among them (`require_of_data` judges those), also in folders
     that are linked from elsewhere. UserError for a link to a folder that is not followed, and for a pipe."""

@@ -15,7 +15,7 @@ from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format
 from penstock.engine.data.needles import haystacks
 from penstock.engine.data.samples import BadRows, Completion, Conversation, Ids, RowError, Sample, Text, content_texts
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.links import below_data, require_of_data
+from penstock.storage.files.links import below_data, require_of_data, require_shown
 from penstock.storage.files.untrusted import printable
 
 
@@ -106,14 +106,25 @@ def _converted(reader: RowFormat, columns: dict[str, str], file: Path, bad: BadR
             sample = reader.convert(row, where)
             if isinstance(sample, Conversation | Completion):
                 require_wanted(row, where)
+            if isinstance(sample, Conversation) and sample.images:
+                sample = replace(sample, images=tuple(_located(image, file, where) for image in sample.images))
         except RowError as error:
             bad.add(error)
             continue
-        if isinstance(sample, Conversation) and sample.images:
-            paths = (image if isinstance(image, bytes) else str(file.parent / image) for image in sample.images)
-            sample = replace(sample, images=tuple(paths))
         if sample is not None:
             yield sample
+
+
+def _located(image: str | bytes, file: Path, where: str) -> str | bytes:
+    """An image's path from the folder of the file that names it. RowError for one that a stranger's data may not."""
+    if isinstance(image, bytes):
+        return image
+    path = file.parent / image
+    try:
+        require_shown(path, file.parent)
+    except UserError as error:
+        raise RowError(f"{where}: image {error}") from error
+    return str(path)
 
 
 def renamed(fields: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:

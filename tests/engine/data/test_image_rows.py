@@ -123,6 +123,20 @@ def test_what_is_refused(origin: Path, folder: Path, images: Any, content: Any, 
     assert prepared(origin, folder, row, good, bad_rows="skip").info.skipped_rows == 1
 
 
+def test_a_row_names_no_private_file(origin: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, hidden = folder / "data of others", folder / ".hidden"
+    data.mkdir()
+    hidden.mkdir()
+    write_image(hidden / "mine.png", "red")
+    write_image(folder / "secret.png", "red").chmod(0o600)
+    row = {"messages": [{"role": "user", "content": ASKED}, ANSWER]}
+    for name, why in (("../.hidden/mine.png", "hidden"), (str(folder / "secret.png"), "nobody else may read")):
+        with pytest.raises(UserError, match=f"rows.jsonl:1: image .*outside of the data's folder and .*{why}"):
+            prepared(origin, data, row | {"images": [name]})
+    monkeypatch.setenv("PENSTOCK_LINKS", str(hidden))
+    assert prepared(origin, data, row | {"images": ["../.hidden/mine.png"]}).info.num_images == 1
+
+
 def test_a_model_without_a_processor_takes_no_images(origin: Path, folder: Path) -> None:
     bare = folder / "bare"
     bare.mkdir()
