@@ -68,6 +68,8 @@ def small_training(recipe: Recipe, plan: Plan) -> TrainConfig:
         gradient_dtype=recipe.train.gradient_dtype,
         weight_decay=recipe.train.weight_decay,
         activation_checkpointing="full" if plan.recomputed else "auto",
+        split_layers=recipe.train.split_layers,
+        expert_groups=None if recipe.train.split_layers is None else 2,
         kv_window="streamed" if plan.streamed else "whole",
         validation_sequences=2,
         validate_every=STEPS,
@@ -101,7 +103,8 @@ def shape_of(path: Path) -> Shape:
     }
     adapter = replace(recipe.adapter, rank=4) if recipe.adapter.is_used else None
     run = tiny.recipe(model=sections["m"], data=sections["d"], train=sections["t"], adapter=recipe.adapter)
-    spec = tiny.spec_of(model_config(run, run.model.vocab_size), (), adapter)
+    split, groups = run.train.split_layers, run.train.expert_groups or 1
+    spec = tiny.spec_of(model_config(run, run.model.vocab_size), (), adapter, split, run.model.frozen_format, groups)
     group = 2 if plan.num_groups > 1 else 0
     choice = {name: getattr(plan.choice, name) for name in ("gpu_first", "ram_first", "offloaded_graphs")}
     choice["group"] = group
