@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,25 +215,27 @@ class PlanRequest:
         """The same with the experts of a layer, where they are blocks of their own, in as many groups as the recipe
         says, or else as the step is soonest with: more of them while that gets shorter. Raises BudgetError where no
         number of them fits."""
-        if not self.spec.branches or self.recipe.train.expert_groups is not None or self.budgets.least:
+        train = self.recipe.train
+        if train.split_layers != "experts" or train.expert_groups is not None or self.budgets.least:
             return self
-        experts, found, refused = num_experts(self.spec), list[tuple[float, PlanRequest]](), list[BudgetError]()
+        experts, result, best_s = num_experts(self.spec), self, math.inf
+        refused: BudgetError | None = None
         for number in (n for n in range(1, experts + 1) if experts % n == 0):
-            train = replace(self.recipe.train, expert_groups=number)
-            task = replace(self, spec=cut(self.spec, number), recipe=replace(self.recipe, train=train))
+            recipe = replace(self.recipe, train=replace(train, expert_groups=number))
+            task = replace(self, spec=cut(self.spec, number), recipe=recipe)
             try:
                 step_s = task.search(machine, documents=documents, filled=filled, rough=True).best.step_s
             except BudgetError as error:
-                refused.append(error)
+                refused = error
                 if error.tier != "gpu":
                     break  # smaller blocks take as much elsewhere
                 continue
-            if found and step_s >= found[-1][0]:
+            if step_s >= best_s:
                 break
-            found.append((step_s, task))
-        if not found:
-            raise refused[-1]
-        return found[-1][1]
+            result, best_s = task, step_s
+        if result is self and refused is not None:
+            raise refused
+        return result
 
     def changed(self, values: Mapping[str, Any]) -> PlanRequest:
         """The same with fields of the recipe changed. Raises UserError where a value is not allowed."""
