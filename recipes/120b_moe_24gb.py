@@ -2,7 +2,7 @@
 
 GPU    24 GB
 RAM    128 GB
-NVMe   4.7 TB on two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'; 3.3 TB with storage.keep_good=none
+NVMe   5 TB on two drives: --set 'storage.nvme=["/mnt/a", "/mnt/b"]'; 3.6 TB with storage.keep_good=none
 Model  models/gpt-oss-120b (Hugging Face folder), or --from-scratch
 Use    your own text or conversations: --set data.path=FILE, or a folder of files; it brings none
 
