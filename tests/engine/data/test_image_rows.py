@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 from image_models import COLOURS, make_image_model, write_image
+from transformers import AutoTokenizer
 
 from penstock.engine.config import DataConfig, ModelConfig, Recipe
 from penstock.engine.data.corpus.files import TokenCorpus
@@ -77,6 +78,16 @@ def test_all_layouts_are_the_same_document(origin: Path, folder: Path) -> None:
         (folder / name).mkdir()
         corpus = prepared(origin, folder / name, row | {"images": [str(folder / "red.png")]})
         assert corpus.tokens[:].tolist() == documents[0], name
+
+
+def test_tokens_of_images_are_never_trained(origin: Path, folder: Path) -> None:
+    row = {"messages": [{"role": "user", "content": ASKED}, ANSWER], "images": ["red.png"]}
+    corpus = prepared(origin, folder, row, trained_tokens="all")
+    tokenizer = AutoTokenizer.from_pretrained(origin)
+    is_image = corpus.tokens[:] == tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert corpus.weights is not None
+    assert is_image.any()
+    assert (corpus.weights[:] == ~is_image).all()
 
 
 def test_images_of_columnar_files_are_bytes(origin: Path, folder: Path) -> None:

@@ -121,11 +121,12 @@ def test_the_step_in_plain_words_has_transformers_gradients(tmp_path: Path, fami
 
 
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole window", "streamed window"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe, experts apart"])
 def test_the_streamed_pass_has_them_too(tmp_path: Path, family: str, pieces: bool) -> None:
+    family, apart, _ = family.partition(", experts apart")
     case = make(tmp_path, family, LAYOUTS["two, and text only"])
     loss, expected = plain(case, family)
-    spec = take_apart(case.whole.config)
+    spec = take_apart(case.whole.config, split_layers="experts" if apart else None)
     runner = ModelRunner(spec, device="cpu", dtype=torch.float32)
     parameters = {name: p.detach() for name, p in parameters_of(case.whole).items()}
     chunk = chunk_of(case)
