@@ -91,7 +91,7 @@ async def test_search_filters_both_lists_and_marked_runs_are_compared(app: Penst
     await pilot.press("slash")
     app.screen.query_one(Input).value = "gpt-oss 128 experts"
     await pilot.pause()
-    assert names(app, "recipes") == ["120b_moe.py"]
+    assert names(app, "recipes") == ["120b_moe.py", "120b_moe_24gb.py"]
     await press(pilot, "escape")
     assert len(names(app, "runs")) == 3
     assert isinstance(app.screen, HomeScreen)
