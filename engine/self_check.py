@@ -97,9 +97,8 @@ def check_model(
     With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it. With
     `router_aux_loss`, or where the config switches it on (TrainConfig), a mixture of experts balances its routers. With
     an `adapter` transformers' model has peft's layers, and what is compared is the adapter's gradients. With
-    `split_layers` that part of a layer is a block of its own, with `expert_groups` of experts about
-    as many blocks. With a `frozen_format` what is frozen is streamed so, and
-    transformers' model has it dequantised.
+    `split_layers` that part of a layer is a block of its own, with `expert_groups` experts about as many. With a
+    `frozen_format` what is frozen is streamed so, and transformers' model has it dequantised.
 
     Some architectures amplify float32 rounding beyond the tolerance, in plain transformers as well (attention scores
     that are not scaled down, for example). What fails narrowly is therefore compared once more in float64, where such

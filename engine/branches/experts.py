@@ -38,12 +38,11 @@ def run_group(
     A choice at a time: the tokens of one are all different, so that what is added up has one order on any device.
     """
     mine = (chosen >= rows[0]) & (chosen < rows[1])
-    tokens = [own.nonzero()[:, 0] for own in mine.unbind(dim=1)]
-    lengths = [len(own) for own in tokens]
-    if not sum(lengths):
+    choice, which = mine.T.nonzero(as_tuple=True)
+    if not len(which):
         return None
-    picked = [torch.stack([own, torch.full_like(own, choice)]) for choice, own in enumerate(tokens)]
-    which, choice = torch.cat(picked, dim=1)
+    lengths = mine.sum(dim=0).tolist()
+    tokens = which.split(lengths)
     inputs = torch.cat([hidden.index_select(0, own) for own in tokens])
     made = module(inputs, chosen[which, choice][:, None] - rows[0], shares[which, choice][:, None])
     result = torch.zeros_like(hidden)

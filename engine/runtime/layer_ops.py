@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -246,7 +246,9 @@ class LayerOps:
             state = None if shape is None else self._state(op, *self._saved(op, shape))
             if views.runner.spec.state_of(layer) is None:
                 _, weights, x, inputs = self._operands(op)
-                dx = self._layers.backward(layer, weights, x, dy, inputs, state, gradients, dsent=self._dsent(op))
+                dx = self._layers.backward(
+                    layer, weights, x, dy, inputs, state, gradients, dsent=views.dsent(op, a.DSENT)
+                )
             else:
                 dx = self._backward_segments(op, dy, state, gradients)
         gradients.settle()
@@ -268,17 +270,11 @@ class LayerOps:
             self._before(op),
             handed if views.continued(op, chunk) else (),
             gradients,
-            dsent=self._dsent(op),
+            dsent=views.dsent(op, a.DSENT),
         )
         for target, source in zip(handed, dbefore, strict=False):  # nothing, where no document goes on from there
             target.copy_(source)
         return dx
-
-    def _dsent(self, op: Op) -> Sequence[Tensor]:
-        """The gradients of what the layer handed to its branch."""
-        if a.DSENT not in op.slots:
-            return ()
-        return self._views.runner.branches.with_gradient(self._views.sent(op.slots[a.DSENT], self._views.chunk(op)))
 
     def _hand_down(self, op: Op, dx: Tensor) -> None:
         """The gradient of a layer's input to its slot, unless nothing below is trained."""
@@ -346,7 +342,7 @@ class LayerOps:
             graph = waiting
         else:
             graph = self._layers.graph(*self._operands(op), self._saved(op, shape)[0], save_graph=False)
-        dout = graph.top(weights, views.hidden(op.slots[a.DY], chunk), gradients, self._dsent(op))
+        dout = graph.top(weights, views.hidden(op.slots[a.DY], chunk), gradients, views.dsent(op, a.DSENT))
         gradients.settle()
         assert dout is not None
         assert graph.projection is not None
@@ -454,7 +450,7 @@ class BranchOps:
     def _backward(self, op: Op) -> None:
         views, chunk = self._views, self._views.chunk(op)
         sent, dy = views.sent(op.slots[a.SENT], chunk), views.hidden(op.slots[a.DY], chunk)
-        gradients, dsent = views.gradients(op), self._dsent(op, a.DSENT)
+        gradients, dsent = views.gradients(op), views.dsent(op, a.DSENT)
         group = views.group(op)
         result = self._branches.backward(
             views.layer(op), views.weights(op), sent, dy, gradients, group=group, dsent=dsent
@@ -462,15 +458,9 @@ class BranchOps:
         gradients.settle()
         if a.OUT in op.slots:  # else nothing below is trained
             views.hidden(op.slots[a.OUT], chunk).copy_(dy)
-            targets = self._dsent(op, a.DSENT_OUT)
+            targets = views.dsent(op, a.DSENT_OUT)
             for target, gradient in zip(targets, result, strict=True):
                 target.copy_(gradient)
-
-    def _dsent(self, op: Op, role: str) -> Sequence[Tensor]:
-        """Gradients of what is sent, of the branches behind this one or with its own; none, where there are none."""
-        if role not in op.slots:
-            return ()
-        return self._branches.with_gradient(self._views.sent(op.slots[role], self._views.chunk(op)))
 
 
 def _tokens(chunk: Chunk) -> int:

@@ -243,6 +243,12 @@ class Views:
         raw, tokens = self.gpu.slots[r.GPU_SENT][slot], chunk.end - chunk.start
         return sent_parts(raw, tokens, self.runner.spec.sent, self.dtype)
 
+    def dsent(self, op: Op, role: str) -> Sequence[Tensor]:
+        """The gradients of what a layer hands to its branches, in the op's slot of that role; none: it has none."""
+        if role not in op.slots:
+            return ()
+        return self.runner.branches.with_gradient(self.sent(op.slots[role], self.chunk(op)))
+
     def send(self, slot: int, chunk: Chunk, sent: Sequence[Tensor]) -> None:
         """Put what a layer has handed to its branch of a chunk into a slot."""
         for target, source in zip(self.sent(slot, chunk), sent, strict=True):
