@@ -114,7 +114,11 @@ def make_folder(path: Path, inside: Path) -> None:
     folder = inside
     for part in path.relative_to(inside).parts:
         folder /= part
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if not stat.S_ISDIR(os.stat(folder).st_mode):  # ENOENT where the drive has gone since
+                raise
 
 
 def fsync_file(path: Path) -> None:

@@ -36,6 +36,24 @@ def test_folders_are_made_and_refused_where_nothing_can_be_written(tmp_path: Pat
         disk.require_free(tmp_path, 10**18, "the moon")
 
 
+def test_a_drive_that_goes_while_folders_are_made_is_said_to_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = tmp_path / "drive"
+    (drive / "a").mkdir(parents=True)
+
+    def mkdir_then_unmount(path: Path, mode: int) -> None:
+        try:
+            mkdir(path, mode)
+        finally:
+            drive.rename(tmp_path / "unmounted")
+
+    mkdir = os.mkdir
+    monkeypatch.setattr(os, "mkdir", mkdir_then_unmount)
+    with pytest.raises(FileNotFoundError):
+        disk.make_folder(drive / "a" / "b", inside=drive)
+
+
 def test_syncing_waits_for_no_pipe_and_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "target").write_text("")
     for kind in ("link", "pipe"):
