@@ -32,6 +32,7 @@ from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import model_spec
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.opening import open_session
+from penstock.engine.runtime.past import StateReader
 from penstock.engine.runtime.state import read_parameters
 from penstock.engine.train import train, train_step
 
@@ -226,8 +227,9 @@ def _penstock(recipe: Recipe, run_dir: Path, every: int) -> Iterable[dict[str, W
             if step % every == 0:
                 session.finish()
                 masters: Weights = {}
+                state = StateReader(session.store, session.spec, recipe.train)
                 for name, buffer in session.spec.buffers.items():
-                    masters |= read_parameters(session.store, name, buffer)
+                    masters |= read_parameters(state, name, buffer)
                 yield {"weights": {n: master.bfloat16() for n, master in masters.items()}, "masters": masters}
 
 

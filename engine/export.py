@@ -26,6 +26,7 @@ from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
 from penstock.engine.run_files import with_saved_inputs
+from penstock.engine.runtime.past import StateReader
 from penstock.engine.runtime.sources import RunSource
 from penstock.engine.runtime.state import read_parameters
 from penstock.storage.files.errors import UserError
@@ -69,8 +70,10 @@ def export(
         spec, origin, stored = groups.uncut(run.spec), run.origin, run.stored
         adapter, constants = spec.adapter, run.constants
 
+        state = StateReader(run.store, run.spec, run.recipe.train)
+
         def of_buffer(name: str) -> Mapping[str, Tensor]:
-            return read_parameters(run.store, name, run.spec.buffers[name])
+            return read_parameters(state, name, run.spec.buffers[name])
 
         parameters = groups.reading_uncut(run.spec, of_buffer)
 

@@ -14,6 +14,7 @@ from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.kernels import changes, is_kernel_record
 from penstock.engine.machine.compilers import Compilation
 from penstock.engine.plan.problem import PlanOptions
+from penstock.engine.runtime.past import is_record
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import is_whole
 from penstock.storage.generations.store import NvmeStore
@@ -31,6 +32,7 @@ def require_record(store: NvmeStore) -> None:
         or (plan and {name: type(value) for name, value in plan.items()} != kinds)
         or not isinstance(sizes := meta.get("graph_bytes", {}), dict)
         or not all(is_whole(size) and size > 0 for size in sizes.values())
+        or not is_record(meta)
         or ("kernels" in meta and not is_kernel_record(meta["kernels"]))
     ):
         raise UserError(

@@ -38,9 +38,11 @@ from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.executor import GPU_LANES
 from penstock.engine.runtime.failures import explain
 from penstock.engine.runtime.guard import MemoryGuard
+from penstock.engine.runtime.handlers import Skipped
 from penstock.engine.runtime.health import LossSpikes, LossWatch
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
+from penstock.engine.runtime.past import StateReader
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.runtime.state import load_memory, scratch_arrays
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -150,15 +152,18 @@ class Session:
             with checklist.step("loading the vision tower"):
                 vision.open(device, compute.runner.dtype)
         with checklist.step("filling the tiers"):
+            past = StateReader(store, spec, train).catch_up(plan.lazy)
             load_memory(store, plan, self.gpu, self.ram)
         work = plan, compute.runner, compute.optimizer, store, self.gpu, self.ram
         self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit)
-        self.builder = ScheduleBuilder(plan)
+        if self.runtime.idle is not None:
+            self.runtime.idle.resume(self.step, past)
+        self.builder = ScheduleBuilder(plan, behind_at=self.step if past.as_of else None)
         on_host = ("ram", "gpu") if device.type == "cpu" else ("ram",)
         guard = MemoryGuard(plan, sum(plan.tiers[tier].peak_bytes for tier in on_host))
         streams = GPU_LANES if device.type == "cuda" else frozenset[str]()
 
-        def perform(op: Op) -> Future[Any] | None:
+        def perform(op: Op) -> Future[Any] | Skipped | None:
             if op.lane not in streams:  # a look takes milliseconds, in which the GPU would wait for work
                 guard.check(op)
             return self.runtime.perform(op)
@@ -234,7 +239,10 @@ class Session:
         """Commit the generation of `step` and make the checkpoints due; on the lane that writes to NVMe, maybe some
         steps behind the main thread."""
         self._retention.before_commit(proved=int(self.store.meta["step"]) in self._proved)
-        self.store.commit(self._records[step])
+        idle = self.runtime.idle
+        self.store.commit(self._records[step] | ({} if idle is None else idle.record(step)))
+        if idle is not None:
+            idle.committed()
         for old in [other for other in list(self._records) if other <= step]:
             del self._records[old]
         for name in self._requested.pop(step, []):

@@ -134,6 +134,11 @@ def train(
                 "{fragmentation_bytes:,} lost to fragmentation".format(**result.gpu_memory),
                 detail=True,
             )
+        idle = session.runtime.idle
+        if idle is not None and (share := idle.share_used) is not None:
+            observer.on_message(
+                f"experts: {share:.1%} of their groups were needed in a step; the others were not moved or updated"
+            )
         result.drives = _drives(session, result.steps_done)
     return result
 

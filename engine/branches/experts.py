@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,11 @@ def find(layer: nn.Module) -> str | None:
 def sent(hidden_size: int, experts_per_token: int) -> list[Sent]:
     """Hidden states, to which experts, and how much of each."""
     return [Sent(hidden_size), Sent(experts_per_token, "int32"), Sent(experts_per_token, "float32")]
+
+
+def chosen(sent: Sequence[Tensor]) -> Tensor:
+    """Of what a layer sends, to which experts: [n, experts per token]."""
+    return sent[1]
 
 
 def shrink_to(module: nn.Module, count: int) -> None:

@@ -107,6 +107,11 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
         "no experts are blocks of their own; set train.split_layers=experts",
     ),
     (
+        "train.skip_idle_experts",
+        lambda r: r.train.split_layers == "experts" and r.train.expert_groups != 1,
+        "experts are not in groups; set train.split_layers=experts and train.expert_groups above 1",
+    ),
+    (
         "data.path",
         lambda r: r.data.source not in PATHLESS,
         "data.source={sources} reads no path; set data.source=auto, or the format of the data",

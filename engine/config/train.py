@@ -89,6 +89,10 @@ class TrainConfig:
     expert_groups: int | None = None
     """With train.split_layers=experts: into how many blocks the experts of a layer are cut, streamed one after the
     other. Their number must be a multiple of it. none lets the plan choose when a run is new."""
+    skip_idle_experts: bool = False
+    """Groups of experts (train.expert_groups) that no token of a step is sent to are neither moved nor updated in it;
+    when one is needed again, it catches up to the same bits. Fetching a layer's first group begins only once its router
+    has run, so that this pays where most steps leave groups idle."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations in the forward and backward pass; master weights and moments are always float32.
     auto is bfloat16, but float32 on a CPU without bfloat16 instructions, where it is several times faster, and on a GPU

@@ -18,9 +18,9 @@ from penstock.engine.machine.profile import AttentionRate, Machine
 from penstock.engine.plan.plan import Filled, Plan, offloaded_graph_bytes
 from penstock.engine.plan.problem import FP32, BlockShape
 from penstock.engine.schedule import actions as a
+from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.action import Cost
 from penstock.engine.schedule.actions import ACTIONS
-from penstock.engine.schedule.builder import is_device_local
 from penstock.engine.schedule.ops import WHOLE, Op
 
 LAUNCH_S = {"cpu": 4e-4, "gpu": 1.5e-4}
@@ -104,6 +104,11 @@ class Costs:
         self._calibration = on.calibration or Calibration()
         self._documents = plan.row_documents if on.documents is None else on.documents
         self._chunks = {chunk.index: chunk for chunk in plan.filled_chunks(on.filled)}
+        self._tokens_of_step = sum(chunk.end - chunk.start for chunk in self._chunks.values())
+        self._tokens_of_group = max(
+            (sum(chunk.end - chunk.start for chunk in group) for group in plan.groups(list(self._chunks.values()))),
+            default=0,
+        )
         self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
@@ -137,7 +142,17 @@ class Costs:
     # ------------------------------------------------------------------ every lane
 
     def seconds(self, op: Op) -> float:
-        return self._by_action[op.action.name](op)
+        return self._by_action[op.action.name](op) * self.share(op)
+
+    def share(self, op: Op) -> float:
+        """In how many of the steps an op is not skipped, if a router is as likely to choose any expert."""
+        routing = self.plan.problem.routing
+        if routing is None or a.SKIPS not in op.flags:
+            return 1.0
+        tokens = self._tokens_of_step if op.action.skips == "gradient" else self._tokens_of_group
+        idle = routing.idle(tokens)
+        # What an update applies is of the step before, where it was used, or of all those since then, where it is now.
+        return 1 - idle * routing.idle(self._tokens_of_step) if op.action.skips == "update" else 1 - idle
 
     def _copy(self, op: Op) -> float:
         if is_device_local(self.plan, op):
@@ -316,3 +331,14 @@ def attention_rate(machine: Machine, head_dim: int, chunk_tokens: int) -> Attent
         machine.attention,
         key=lambda rate: (abs(rate.head_dim - head_dim), abs(rate.chunk_tokens - chunk_tokens), rate.chunk_tokens),
     )
+
+
+def is_device_local(plan: Plan, op: Op) -> bool:
+    """Whether a copy offloads an activation within the compute device, or restores it, and so crosses no link."""
+    if not (device_local := plan.saved_on_gpu):
+        return False
+    for resources in (op.reads, op.writes):  # called for each op of each plan that is tried
+        for resource in resources:
+            if resource[0] in r.SAVED_SPACES and resource[1:] in device_local:
+                return True
+    return False

@@ -37,6 +37,7 @@ from penstock.engine.plan.problem import (
     BufferShape,
     PlanInput,
     PlanOptions,
+    Routing,
     SampleSpace,
     VisionSpace,
 )
@@ -133,9 +134,18 @@ class PlanRequest:
             samples=self.samples,
             last_good=storage.keep_good is not None,
             scores=find_objective(train).whole_sequences,
+            routing=self._routing if train.skip_idle_experts else None,
             # The loss of the routers' balance is over all of a step's tokens.
             one_group=spec.balances_routers(train.router_aux_loss),
         )
+
+    @property
+    def _routing(self) -> Routing | None:
+        """None where no layer has several groups of experts."""
+        groups = {block.group for block in self.spec.blocks if block.group is not None}
+        if not groups:
+            return None
+        return Routing(max(end for _, end in groups), self.spec.experts_per_token, len(groups))
 
     @property
     def samples(self) -> SampleSpace | None:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.engine.events import Span
-from penstock.engine.forecast.costs import Costs
+from penstock.engine.forecast.costs import Costs, is_device_local
 from penstock.engine.machine.profile import Machine
 from penstock.engine.schedule.action import LANES, Lane
-from penstock.engine.schedule.builder import ScheduleBuilder, is_device_local
+from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op, span_of
 from penstock.engine.schedule.passes import training
 
@@ -79,7 +79,7 @@ def simulate(costs: Costs, *, settled: bool = True) -> Simulation:
     moved: Counter[str] = Counter(dict.fromkeys(LANES, 0))
     for op in second:
         if op.nbytes and not is_device_local(plan, op):
-            moved[op.lane] += op.nbytes
+            moved[op.lane] += round(op.nbytes * costs.share(op))
     return Simulation(end - start, busy_seconds(spans, 0.0, end - start), dict(moved), spans)
 
 

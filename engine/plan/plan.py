@@ -167,6 +167,13 @@ class Plan:
         """The index, within its group, of the step's chunk of that index."""
         return chunk % self.num_group_chunks
 
+    @property
+    def lazy(self) -> frozenset[str]:
+        """Buffers of experts that are updated only when they are needed, or have a gradient: those whose state is not
+        on the GPU, where an update moves nothing."""
+        names = (name for block in self.problem.senders for name in self.blocks[block].buffers)
+        return frozenset(name for name in names if self.buffers[name].state in ("ram", "nvme"))
+
     def groups(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """`chunks` of a step by group, in the order in which groups are computed: the step's last chunks first.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -204,6 +205,21 @@ class VisionSpace:
 NO_VISION = VisionSpace()
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How the tokens of a layer are sent to its groups of experts."""
+
+    experts: int
+    per_token: int
+    """Experts that a token is sent to."""
+    groups: int
+
+    def idle(self, tokens: int) -> float:
+        """The expected share of groups that none of so many tokens is sent to, if all experts are as likely."""
+        others = self.experts - self.experts // self.groups
+        return float((math.comb(others, self.per_token) / math.comb(self.experts, self.per_token)) ** tokens)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInput:
     """Everything that the planner needs to know about a model, a batch and a machine."""
@@ -252,6 +268,8 @@ class PlanInput:
     """Whether the last good generation is to be kept beside these, where there is room."""
     scores: bool = False
     """The loss of a target depends on those of its whole sequence (engine/objectives): the head is visited twice."""
+    routing: Routing | None = None
+    """Of a mixture whose groups of experts are skipped where a step sends them nothing; None: nothing is skipped."""
     one_group: bool = False
     """Backward needs what all of the step's forward finds, so that all micro-batches are one group."""
 
@@ -268,6 +286,15 @@ class PlanInput:
     def trains(self) -> bool:
         """Whether there is anything to train; else the model is only queried."""
         return not all(buffer.frozen for buffer in self.buffers)
+
+    @property
+    def senders(self) -> dict[int, int]:
+        """Blocks that are skipped where nothing is sent to them, each with the layer that sends."""
+        if self.routing is None:
+            return {}
+        firsts = {number: block.sent_to for number, block in enumerate(self.blocks) if block.sent_to is not None}
+        firsts |= {first: first for first in firsts.values()}
+        return {number: self.blocks[first].inputs[0] for number, first in sorted(firsts.items())}
 
     @property
     def may_stream(self) -> bool:

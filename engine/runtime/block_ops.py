@@ -19,6 +19,7 @@ from penstock.engine.optim.lr import clip_coefficient, learning_rate
 from penstock.engine.runtime.coefficients import Coefficients
 from penstock.engine.runtime.failures import DivergedError, first_not_finite
 from penstock.engine.runtime.handlers import handles
+from penstock.engine.runtime.idle import Idle
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import WHOLE, Op
@@ -30,8 +31,15 @@ class BlockOps:
     """`store`: the NVMe tier; who carries out compute ops only needs none."""
 
     def __init__(
-        self, views: Views, optimizer: Optimizer, store: object, train: TrainConfig, logits_bytes: int
+        self,
+        views: Views,
+        optimizer: Optimizer,
+        store: object,
+        train: TrainConfig,
+        logits_bytes: int,
+        idle: Idle | None = None,
     ) -> None:
+        self._idle = idle
         self._views, self._train, self._nvme = views, train, cast(NvmeStore, store)
         self._optimizer, self._runner, self._device, self._logits_bytes = (
             optimizer,
@@ -142,6 +150,12 @@ class BlockOps:
         lr = learning_rate(self._train, op.step)
         for device in {torch.device("cpu"), self._device}:
             data.scalars[device.type] = self._optimizer.scalars(self._train, lr, op.step, clip, device)
+
+    @handles(a.TAKE_ROUTES)
+    def _take_routes(self, op: Op) -> None:
+        assert self._idle is not None
+        self._to_host(*self._idle.marks(op.block))
+        self._idle.take(op)
 
     @handles(a.EVALUATE)
     def _evaluate(self, op: Op) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from penstock.engine.clock import origin
 from penstock.engine.events import Span, UnderWay, op_text
+from penstock.engine.runtime.handlers import Skipped
 from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.ops import Op, span_of
 
@@ -39,7 +40,7 @@ REBASE_S = 10.0
 
 T = TypeVar("T")
 
-Perform = Callable[[Op], "Future[Any] | None"]
+Perform = Callable[[Op], "Future[Any] | Skipped | None"]
 """Carries out an op; a Future means that it goes on in the background and is done when the future is."""
 
 
@@ -51,7 +52,8 @@ class _Issued(NamedTuple):
     """An op on its way through a stream."""
 
     op: Op
-    waited: tuple[int, ...]
+    waited: tuple[int, ...] | None
+    """None: it was skipped, and has no span."""
     first: torch.cuda.Event
     last: torch.cuda.Event
 
@@ -380,18 +382,21 @@ class Executor:
                 first, last = self._event(), self._event()
             first.record()
             result = self._perform(op)
-            assert result is None, f"{op.action.name}: work of a GPU lane is ordered by its stream"
+            skipped = isinstance(result, Skipped)
+            assert result is None or skipped, f"{op.action.name}: work of a GPU lane is ordered by its stream"
             last.record()
             with self._lock:
                 ticket = self._tickets[op.id]
                 ticket.event = last
-                self._on_gpu[op.lane].append(_Issued(op, waited, first, last))
+                self._on_gpu[op.lane].append(_Issued(op, None if skipped else waited, first, last))
                 self._retire_gpu_ops(op.lane)
                 self._leave(op, ticket)
             return
         start = self._on_host[op.id][1]
         result = self._perform(op)
-        if result is None:
+        if isinstance(result, Skipped):
+            self._settle(op, None)
+        elif result is None:
             self._finish(op, start, waited)
         else:
             result.add_done_callback(lambda future: self._finish(op, start, waited, future))
@@ -410,7 +415,8 @@ class Executor:
             while issued and issued[0].last.query():
                 op, waited, first, last = issued.popleft()
                 start_s, end_s = self._gpu_time(first), self._gpu_time(last)
-                self._spans.append(span_of(op, start_s, end_s, waited))
+                if waited is not None:
+                    self._spans.append(span_of(op, start_s, end_s, waited))
                 del self._tickets[op.id]
                 if end_s - self._base_s > REBASE_S:
                     last, self._base_event, self._base_s = self._base_event, last, end_s

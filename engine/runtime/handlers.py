@@ -9,6 +9,12 @@ from typing import Any, TypeVar
 from penstock.engine.schedule.action import Action
 from penstock.engine.schedule.ops import Op
 
+
+class Skipped:
+    """What an op comes to that is left out."""
+
+
+SKIPPED = Skipped()
 Handler = Callable[[Op], Future[Any] | None]
 """Carries out an op; a Future means that it goes on in the background."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])

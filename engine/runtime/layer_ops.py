@@ -10,12 +10,14 @@ from torch import Tensor
 
 from penstock.engine.attention import chunk as attention
 from penstock.engine.attention.chunk import AttentionCall, AttentionState, Gradients, Operands, SavedAttention
+from penstock.engine.branches import experts
 from penstock.engine.model.layer_graph import SLOT_ALIGNMENT, LayerGraph, Projection
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.spec import AttentionShape
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import Chunk, offloaded_graph_bytes
 from penstock.engine.runtime.handlers import handles
+from penstock.engine.runtime.idle import Idle
 from penstock.engine.runtime.views import Views, keys_and_values, laid_out
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
@@ -34,8 +36,8 @@ class _Waiting:
 class LayerOps:
     """All compute ops run on one lane, in the schedule's order."""
 
-    def __init__(self, views: Views) -> None:
-        self._views = views
+    def __init__(self, views: Views, idle: Idle | None = None) -> None:
+        self._views, self._idle = views, idle
         self._plan, self._gpu = views.plan, views.gpu
         self._layers, self._dtype = views.runner.layers, views.dtype
         self._shapes = views.runner.spec.attention
@@ -149,6 +151,8 @@ class LayerOps:
             images.add(layer, out)
         if a.SENT in op.slots:
             views.send(op.slots[a.SENT], chunk, self._layers.sent)
+            if self._idle is not None:
+                self._idle.note(op, experts.chosen(self._layers.sent))
 
     def _forward_segments(self, op: Op, state: AttentionState | None) -> Tensor:
         """Run a layer with a recurrent state forward, document by document; leaves the state behind the chunk."""

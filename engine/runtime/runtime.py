@@ -16,7 +16,8 @@ from penstock.engine.optim.base import Optimizer
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import EvaluationData, SampleData, StepData
 from penstock.engine.runtime.block_ops import BlockOps
-from penstock.engine.runtime.handlers import handlers_of
+from penstock.engine.runtime.handlers import SKIPPED, Skipped, handlers_of
+from penstock.engine.runtime.idle import Idle
 from penstock.engine.runtime.layer_ops import BranchOps, LayerOps
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.runtime.sample_ops import SampleOps
@@ -47,18 +48,30 @@ class Runtime:
         self.plan, self.runner, self.optimizer = plan, runner, optimizer
         self._views = Views(plan, runner, gpu, ram)
         self._samples_passes = 0
-        self.layer_ops = LayerOps(self._views)
-        self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes)
-        state_ops = StateOps(self._views, optimizer, store, commit)
+        self.idle = self._idle(train)
+        self.layer_ops = LayerOps(self._views, self.idle)
+        self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes, self.idle)
+        state_ops = StateOps(self._views, optimizer, store, commit, self.idle)
         self.sample_ops = SampleOps(self._views, logits_bytes)
         self.handlers = handlers_of(self._block_ops, self.layer_ops, BranchOps(self._views), state_ops, self.sample_ops)
 
-    def perform(self, op: Op) -> Future[Any] | None:
+    def _idle(self, train: TrainConfig) -> Idle | None:
+        """None where no group of experts is ever skipped."""
+        if not self.plan.problem.senders:
+            return None
+        experts = {block.name: block.group for block in self.runner.spec.blocks if block.group is not None}
+        return Idle(self.plan, experts, train, self.runner.device)
+
+    def perform(self, op: Op) -> Future[Any] | Skipped | None:
         """Carry out `op`; a Future means that it goes on in the background."""
+        if a.SKIPS in op.flags and self.idle is not None and self.idle.skips(op):
+            return SKIPPED
         with torch.no_grad():
             future = self.handlers[op.action](op)
             if op.lane == "compute" and a.OUT in op.slots and not op.batch:
                 self._block_ops.mark(op)
+            if op.action is a.CLIP and self.idle is not None:
+                self.idle.end_step(op.step)
         return future
 
     # ------------------------------------------------------------------ batches

@@ -25,6 +25,7 @@ from penstock.engine.model.anatomy import spec_of_recipe, take_apart
 from penstock.engine.model.spec import ModelSpec, block_of, layouts
 from penstock.engine.optim.base import MASTER
 from penstock.engine.runtime.handlers import gather
+from penstock.engine.runtime.past import StateReader
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.checkpoints import checkpoint_folder, read_checkpoint
 from penstock.storage.generations.store import NvmeStore
@@ -177,6 +178,7 @@ class RunSource:
             self.store.close()
             raise
         self.usual_dtype = torch.float32 if recipe.train.compute_dtype == "float32" else torch.bfloat16
+        self._state = StateReader(self.store, self.spec, recipe.train)
         self._arrays = {spec.buffer: spec for spec in self.store.arrays() if spec.kind in (MASTER, WEIGHTS)}
         self._threads = ThreadPoolExecutor(_THREADS, "buffers")
 
@@ -190,7 +192,10 @@ class RunSource:
     def _read(self, buffer: str, out: Tensor) -> None:
         array = self._arrays[buffer]
         parts = array.parts()
-        if str(out.dtype).removeprefix("torch.") == array.dtype:  # straight to where it belongs
+        if self._state.is_behind(buffer):
+            for part, (start, end) in enumerate(parts):
+                out[start:end].copy_(self._state.part(buffer, part)[array.kind])
+        elif str(out.dtype).removeprefix("torch.") == array.dtype:  # straight to where it belongs
             futures = [self.store.read(buffer, array.kind, part, out[a:b]) for part, (a, b) in enumerate(parts)]
             for future in futures:
                 future.result()

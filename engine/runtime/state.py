@@ -19,6 +19,7 @@ from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
 from penstock.engine.plan.problem import BufferShape
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
+from penstock.engine.runtime.past import StateReader
 from penstock.engine.runtime.sources import WEIGHTS, Weights
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
@@ -211,9 +212,10 @@ class _Loading:
             self._store.write(buffer.name, "weights", part, rounded.copy_(master)).result()
 
 
-def read_parameters(store: NvmeStore, name: str, buffer: BufferSpec) -> dict[str, Tensor]:
+def read_parameters(state: StateReader, name: str, buffer: BufferSpec) -> dict[str, Tensor]:
     """Master weights of one buffer of the committed generation, or the weights of a frozen one, dequantised, float32,
     by parameter name. UserError where the store has none, or of another size."""
+    store = state.store
     spec = next((spec for spec in store.arrays() if spec.buffer == name and spec.kind in (MASTER, WEIGHTS)), None)
     if spec is None or spec.numel != buffer.numel:
         raise UserError(
@@ -222,5 +224,5 @@ def read_parameters(store: NvmeStore, name: str, buffer: BufferSpec) -> dict[str
         )
     flat = empty_aligned(buffer.numel, getattr(torch, spec.dtype))
     for part, (start, end) in enumerate(spec.parts()):
-        store.read(name, spec.kind, part, flat[start:end]).result()
+        state.read(spec, part, flat[start:end])
     return dequantised(buffer, flat) if buffer.stored else buffer.layout.views(flat.float())

@@ -15,6 +15,7 @@ from penstock.engine.optim.base import Optimizer, UpdateRange
 from penstock.engine.plan.plan import BufferPlan
 from penstock.engine.runtime.handlers import gather, handles
 from penstock.engine.runtime.health import require_usable
+from penstock.engine.runtime.idle import Chain, Idle
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
@@ -25,8 +26,15 @@ class StateOps:
     """`store`: the NVMe tier, or where weights that are never trained are read from; who carries out compute ops only
     needs none. `commit` is called with a step's number."""
 
-    def __init__(self, views: Views, optimizer: Optimizer, store: object, commit: Callable[[int], None]) -> None:
-        self._views, self._nvme, self._commit = views, cast(NvmeStore, store), commit
+    def __init__(
+        self,
+        views: Views,
+        optimizer: Optimizer,
+        store: object,
+        commit: Callable[[int], None],
+        idle: Idle | None = None,
+    ) -> None:
+        self._views, self._nvme, self._commit, self._idle = views, cast(NvmeStore, store), commit, idle
         self._optimizer, self._gpu, self._ram, self._kinds = (
             optimizer,
             views.gpu,
@@ -61,7 +69,10 @@ class StateOps:
         else:
             here, there = self._flat("gradient", op), self._ram.sums[op.block]
         target, source = (there, here) if op.action is a.STORE_SUM else (here, there)
-        self._ram.arena.copy(target[start:end], source[start:end])
+        if op.action is a.LOAD_SUM and a.SKIPS in op.flags and self._idle is not None and not self._idle.begun(op):
+            target[start:end].zero_()
+        else:
+            self._ram.arena.copy(target[start:end], source[start:end])
 
     @handles(a.LOAD_WEIGHTS_PART)
     def _load_weights_part(self, op: Op) -> None:
@@ -113,6 +124,10 @@ class StateOps:
 
     # ------------------------------------------------------------------ updates
 
+    def _chain(self, op: Op) -> Chain | None:
+        """What an op's update comes to, of a buffer that is updated when it is needed; None of any other."""
+        return self._idle.chain(op) if self._idle is not None and a.CHAIN in op.slots else None
+
     @handles(a.UPDATE)
     def _update(self, op: Op) -> None:
         views, memory = self._views, self._ram.buffers[op.block]
@@ -128,8 +143,14 @@ class StateOps:
             weights = of("weights")
         else:
             weights = views.part_stage(op.slots[a.WEIGHTS_STAGE], end - start, self._weights_dtype(op))
-        where = UpdateRange(views.layouts[op.block], start, end)
-        self._optimizer.step(state, gradient, weights, where, views.steps[op.step].scalars["cpu"])
+        where, chain = UpdateRange(views.layouts[op.block], start, end), self._chain(op)
+        if chain is None or chain.gradient:
+            self._optimizer.step(state, gradient, weights, where, views.steps[op.step].scalars["cpu"])
+            return
+        assert self._idle is not None
+        gradient.zero_()
+        for step in chain.steps:
+            self._optimizer.step(state, gradient, weights, where, self._idle.scalars(self._optimizer, step))
 
     @handles(a.UPDATE_ON_GPU)
     def _update_on_gpu(self, op: Op) -> None:
@@ -143,9 +164,9 @@ class StateOps:
 
     @handles(a.READ_STATE)
     def _read_state(self, op: Op) -> Future[Any]:
-        buffer, (start, end) = self._buffer(op), self._part(op)
+        buffer, (start, end), chain = self._buffer(op), self._part(op), self._chain(op)
         kinds = self._kinds if buffer.state == "nvme" else ()
-        kinds += ("gradient",) if buffer.gradient == "nvme" else ()
+        kinds += ("gradient",) if buffer.gradient == "nvme" and (chain is None or chain.gradient) else ()
         stage = self._ram.state_stages[op.slots[a.STAGE]]
         return gather([self._nvme.read(op.block, kind, op.index, stage[kind][: end - start]) for kind in kinds])
 
@@ -174,4 +195,6 @@ class StateOps:
 
     @handles(a.COMMIT)
     def _commit_generation(self, op: Op) -> None:
+        if self._idle is not None:
+            self._idle.commits(op)
         self._commit(op.step)

@@ -60,6 +60,9 @@ class Work:
     """Passes the logits of its tokens through memory."""
 
 
+Skips = Literal["", "load", "gradient", "update", "commit"]
+"""When an op on a group of experts is left out: nothing is sent to the group now; nothing was in this step; there is
+nothing to apply that is needed now; the state is what the last generation holds."""
 Phase = Literal["", "forward", "recompute", "backward", "evaluate", "generate", "update"]
 StepPart = Literal["", "forward", "backward", "update", "validation", "samples"]
 """What people call the parts of a step."""
@@ -98,6 +101,8 @@ class Action:
     adds: tuple[str, ...] = ()
     """Spaces of what it may change: read and written."""
     phase: Phase = ""
+    skips: Skips = ""
+    """When it is left out; empty: never."""
     work: Work = Work()
     measured_as: str | None = None
     """Name of the action whose measured time stands for this one's."""

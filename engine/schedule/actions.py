@@ -14,7 +14,7 @@ from penstock.engine.branches.base import BRANCHES
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.action import Action as Action
-from penstock.engine.schedule.action import Cost, Lane, Move, Phase, Work
+from penstock.engine.schedule.action import Cost, Lane, Move, Phase, Skips, Work
 
 # Slots of an op, by role.
 X, DY, OUT, SAVED, KV, DKV, GRAPH = "x", "dy", "out", "saved", "kv", "dkv", "graph"
@@ -32,6 +32,9 @@ KEYS = "keys"
 """Chunk whose keys and values a streamed op attends to."""
 PIECES = "pieces"
 """Into how many copies a load is cut."""
+CHAIN = "chain"
+"""Which update of a buffer of experts it belongs to, by number: all of one is skipped, or nothing. Of a commit, and of
+what is written for one: the last update before it."""
 KIND = "kind"
 """Which of the optimizer's kinds of state, by number."""
 
@@ -39,6 +42,12 @@ KIND = "kind"
 ZERO_DKV = "zero:dkv"
 FIRST, LAST = "first", "last"
 """Of a chunk's passes over chunks of keys."""
+SKIPS = "skips"
+"""The op is about a group of experts, and is left out where nothing is sent to that (engine/runtime/idle.py)."""
+FORCED = "forced"
+"""It is left out only where there is nothing to apply."""
+ZERO_ROUTED = "zero:routed"
+"""The op is the first of its layer's to note whom tokens are sent to."""
 SAVED_GRAPH = "saved_graph"
 """The chunk's graph is saved from forward to backward; where a slot of role GRAPH is named, what it holds is there."""
 
@@ -59,6 +68,8 @@ ACTIONS: dict[str, Action] = {}
 
 def _action(name: str, lane: Lane, cost: Cost, says: str, **what: object) -> Action:
     assert name not in ACTIONS, name
+    if what.get("skips"):
+        what["reads"] = (*what["reads"], r.RAM_ROUTED)  # type: ignore[misc]
     ACTIONS[name] = Action(name=name, lane=lane, cost=cost, says=says, **what)  # type: ignore[arg-type]
     return ACTIONS[name]
 
@@ -77,10 +88,17 @@ _MOVES: dict[Lane, Cost] = {"h2d": Cost.COPY, "d2h": Cost.COPY, "nvme_read": Cos
 
 
 def _move(
-    lane: Lane, name: str, says: str, reads: str, writes: str, move: Move | None = None, also: str = ""
+    lane: Lane,
+    name: str,
+    says: str,
+    reads: str,
+    writes: str,
+    move: Move | None = None,
+    also: str = "",
+    skips: Skips = "",
 ) -> Action:
     sources = (reads, also) if also else (reads,)
-    return _action(name, lane, _MOVES[lane], says, reads=sources, writes=(writes,), move=move)
+    return _action(name, lane, _MOVES[lane], says, reads=sources, writes=(writes,), move=move, skips=skips)
 
 
 _load, _store = partial(_move, "h2d"), partial(_move, "d2h")
@@ -113,6 +131,7 @@ LAYER_FORWARD = _compute(
     Work(matmul=1, pairs=(2, 2)),
     reads=(*_INPUT, r.GPU_KV, r.GPU_RECURRENT),
     writes=(r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_RECURRENT, r.GPU_SAVED, r.GPU_GRAPH, r.GPU_GRAPH_SLOT),
+    adds=(r.GPU_ROUTED,),
 )
 LAYER_EVALUATE = _evaluation(LAYER_FORWARD, r.GPU_HIDDEN, r.GPU_SENT, r.GPU_KV, r.GPU_RECURRENT, r.GPU_SAVED)
 LAYER_RECOMPUTE = _compute(
@@ -156,6 +175,7 @@ LAYER_FORWARD_BOTTOM = _compute(
     _FORWARD,
     reads=(*_INPUT, r.GPU_SAVED),
     writes=(r.GPU_HIDDEN, r.GPU_SENT, r.GPU_GRAPH),
+    adds=(r.GPU_ROUTED,),
 )
 LAYER_EVALUATE_BOTTOM = _evaluation(LAYER_FORWARD_BOTTOM, r.GPU_HIDDEN, r.GPU_SENT)
 LAYER_BACKWARD_TOP = _compute(
@@ -249,6 +269,7 @@ DEQUANTISE = _action(
     "dequantises a block's frozen weights",
     reads=(r.GPU_WEIGHTS,),
     writes=(r.GPU_COPY,),
+    skips="load",
 )
 UPDATE_ON_GPU = _action(
     "update_on_gpu",
@@ -310,12 +331,24 @@ STORE_SAMPLE_KV = _store(
 # ---------------------------------------------------------------------- weights, gradients, state
 
 _WEIGHTS_TO_GPU = Move("weights", "in", "gpu")
-LOAD_WEIGHTS = _load("load_weights", "copies weights to the GPU", r.RAM_WEIGHTS, r.GPU_WEIGHTS, _WEIGHTS_TO_GPU)
+LOAD_WEIGHTS = _load(
+    "load_weights", "copies weights to the GPU", r.RAM_WEIGHTS, r.GPU_WEIGHTS, _WEIGHTS_TO_GPU, skips="load"
+)
 LOAD_WEIGHTS_PART = _load(
-    "load_weights_part", "copies a part of the weights to the GPU", r.RAM_PART_STAGE, r.GPU_WEIGHTS, _WEIGHTS_TO_GPU
+    "load_weights_part",
+    "copies a part of the weights to the GPU",
+    r.RAM_PART_STAGE,
+    r.GPU_WEIGHTS,
+    _WEIGHTS_TO_GPU,
+    skips="load",
 )
 READ_WEIGHTS = _read(
-    "read_weights", "reads a part of the weights", r.NVME_WEIGHTS, r.RAM_PART_STAGE, Move("weights", "in", "ram")
+    "read_weights",
+    "reads a part of the weights",
+    r.NVME_WEIGHTS,
+    r.RAM_PART_STAGE,
+    Move("weights", "in", "ram"),
+    skips="load",
 )
 READ_WEIGHTS_WHOLE = _action(
     "read_weights_whole",
@@ -325,16 +358,32 @@ READ_WEIGHTS_WHOLE = _action(
     reads=(r.NVME_WEIGHTS,),
     writes=(r.GPU_WEIGHTS,),
     move=_WEIGHTS_TO_GPU,
+    skips="load",
 )
 WRITE_WEIGHTS = _write(
-    "write_weights", "writes a part of the weights", r.RAM_PART_STAGE, r.NVME_WEIGHTS, Move("weights", "out", "home")
+    "write_weights",
+    "writes a part of the weights",
+    r.RAM_PART_STAGE,
+    r.NVME_WEIGHTS,
+    Move("weights", "out", "home"),
+    skips="update",
 )
 _GRADIENT_LEAVES, _TO_RAM = Move("gradient", "out", "home"), Move("gradient", "out", "ram")
 STORE_GRADIENT = _store(
-    "store_gradient", "copies a gradient from the GPU", r.GPU_GRADIENT, r.RAM_GRADIENT, _GRADIENT_LEAVES
+    "store_gradient",
+    "copies a gradient from the GPU",
+    r.GPU_GRADIENT,
+    r.RAM_GRADIENT,
+    _GRADIENT_LEAVES,
+    skips="gradient",
 )
 STORE_SUM = _store(
-    "store_sum", "copies a gradient that other groups add to from the GPU", r.GPU_GRADIENT, r.RAM_GRADIENT, _TO_RAM
+    "store_sum",
+    "copies a gradient that other groups add to from the GPU",
+    r.GPU_GRADIENT,
+    r.RAM_GRADIENT,
+    _TO_RAM,
+    skips="gradient",
 )
 LOAD_SUM = _load(
     "load_sum",
@@ -342,12 +391,23 @@ LOAD_SUM = _load(
     r.RAM_GRADIENT,
     r.GPU_GRADIENT,
     Move("gradient", "in", "gpu"),
+    also=r.RAM_ROUTED,
 )
 STORE_GRADIENT_PART = _store(
-    "store_gradient_part", "copies a part of a gradient from the GPU", r.GPU_GRADIENT, r.RAM_PART_STAGE, _TO_RAM
+    "store_gradient_part",
+    "copies a part of a gradient from the GPU",
+    r.GPU_GRADIENT,
+    r.RAM_PART_STAGE,
+    _TO_RAM,
+    skips="gradient",
 )
 WRITE_GRADIENT = _write(
-    "write_gradient", "writes a part of a gradient", r.RAM_PART_STAGE, r.NVME_GRADIENT, _GRADIENT_LEAVES
+    "write_gradient",
+    "writes a part of a gradient",
+    r.RAM_PART_STAGE,
+    r.NVME_GRADIENT,
+    _GRADIENT_LEAVES,
+    skips="gradient",
 )
 UPDATE = _action(
     "update",
@@ -356,8 +416,9 @@ UPDATE = _action(
     "updates a part of a block",
     reads=(r.RAM_CLIP, r.RAM_GRADIENT, r.RAM_STATE_STAGE),
     writes=(r.RAM_PART_STAGE,),
-    adds=(r.RAM_STATE_STAGE, r.RAM_STATE, r.RAM_WEIGHTS),
+    adds=(r.RAM_STATE_STAGE, r.RAM_STATE, r.RAM_WEIGHTS, r.RAM_GRADIENT),
     phase="update",
+    skips="update",
 )
 READ_STATE = _read(
     "read_state",
@@ -366,10 +427,17 @@ READ_STATE = _read(
     r.RAM_STATE_STAGE,
     Move("state", "in", "ram"),
     also=r.NVME_GRADIENT,
+    skips="update",
 )
 _STATE_LEAVES = Move("state", "out", "home")
 WRITE_STATE = _write(
-    "write_state", "writes a part of the state", r.RAM_STATE_STAGE, r.NVME_STATE, _STATE_LEAVES, also=r.GENERATION
+    "write_state",
+    "writes a part of the state",
+    r.RAM_STATE_STAGE,
+    r.NVME_STATE,
+    _STATE_LEAVES,
+    also=r.GENERATION,
+    skips="update",
 )
 CHECKPOINT_STATE = _write(
     "checkpoint_state",
@@ -378,6 +446,7 @@ CHECKPOINT_STATE = _write(
     r.NVME_STATE,
     _STATE_LEAVES,
     also=r.GENERATION,
+    skips="commit",
 )
 STAGE_STATE = _store(
     "stage_state", "copies a part of the state from the GPU, for a commit", r.GPU_STATE, r.RAM_PART_STAGE, _STATE_LEAVES
@@ -392,6 +461,14 @@ CHECKPOINT_STAGED = _write(
 
 # ---------------------------------------------------------------------- once a step
 
+TAKE_ROUTES = _action(
+    "take_routes",
+    "optimizer",
+    Cost.REPORT,
+    "takes which groups of a layer's experts are needed",
+    reads=(r.GPU_ROUTED,),
+    writes=(r.RAM_ROUTED,),
+)
 CLIP = _action(
     "clip",
     "optimizer",

@@ -54,11 +54,13 @@ class ScheduleBuilder:
     """Emits the ops of consecutive passes. Those of a pass are preceded block by block by the updates of the gradient
     that still waits; `finish` is the updates alone."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, behind_at: int | None = None) -> None:
+        """`behind_at`: the run's step, where a group of experts has not been brought to it (engine/runtime/idle.py)."""
         self._plan = plan
         self._emitter = Emitter()
         self._emit = self._emitter.emit
-        self._state = StateSchedule(plan, self._emitter)
+        self._state = StateSchedule(plan, self._emitter, behind_at)
+        self._senders = plan.problem.senders
         self._activations = ActivationSchedule(plan, self._emitter)
         self._samples = SampleSchedule(plan, self._emitter)
         self._pass = Pass(step=0, groups=[], ends=a.CLIP)
@@ -93,6 +95,7 @@ class ScheduleBuilder:
         assert self._state.waiting is None or len(visited) == len(self._plan.blocks), "some updates would be left out"
         self._emitter.step, self._emitter.batch = pass_.step, pass_.batch
         self._pass = pass_
+        self._state.whole = not pass_.trains
         self._updated.clear()
         for _ in self._visits(tasks(pass_.groups), commit_previous):
             yield self._emitter.take()
@@ -116,6 +119,7 @@ class ScheduleBuilder:
     def finish(self, *, commit: bool) -> list[Op]:
         """Ops that apply the waiting gradient, if one waits, and, with `commit`, commit the generation."""
         self._emitter.batch = 0
+        self._state.whole = False
         for name in self._plan.buffers:
             _emit_share(deque(self._state.update(name, write_through=commit, fetched=False)), 1)
         if commit:
@@ -144,7 +148,11 @@ class ScheduleBuilder:
             self._compute(task, loaded)
             # The next block's weights come between this one's small copies, and are there well before its end.
             turns = turns - 1 if not task.first else max(1, lengths[task.visit] // 2)
-            if task.first:
+            routes = self._routes(task)
+            if task.last if routes else task.first:
+                if routes:
+                    self._state.take_routes(self._plan.blocks[task.layer].name)
+                    turns = 1
                 weights.extend(self._prepare(visits, task.visit + 1, commit, turns))
             _emit_share(weights, turns)
             for until, stores in offloading:
@@ -160,7 +168,14 @@ class ScheduleBuilder:
             if task.last:
                 yield
 
+    def _routes(self, task: Task) -> bool:
+        """Whether the block that follows is fetched once this one has sent something to it."""
+        if task.following is None or task.mode != "forward" or not self._pass.trains:
+            return False
+        return self._senders.get(task.following) == task.layer
+
     def _begin(self, group: Group) -> None:
+        self._state.begin()
         self._activations.begin(group.chunks, self._pass.documents)
         self._samples.begin(self._pass.read_tokens, sum(chunk.end - chunk.start for chunk in group.chunks))
 
@@ -172,11 +187,12 @@ class ScheduleBuilder:
         task = visits[visit]
         block = self._plan.blocks[task.layer]
         loads: list[Load] = []
-        if task.layer not in self._updated:
+        new = task.layer not in self._updated
+        if new or (task.layer in self._senders and task.mode == "forward"):  # experts that the groups before needed not
             self._updated.add(task.layer)
             for name in block.buffers:
                 if self._first_user[name] == task.layer:
-                    loads += self._state.update(name, write_through=commit, fetched=True)
+                    loads += self._state.update(name, write_through=commit and new, fetched=True)
             if commit and task.layer == len(self._plan.blocks) - 1:
                 if loads:
                     loads.append(self._state.commit)
@@ -355,6 +371,9 @@ class ScheduleBuilder:
         if task.mode == "loss" and self._plan.problem.scores:
             reads.append(r.resource(r.GPU_EVALUATIONS))
         flags = [*flags, *operands.zero]
+        if self._routes(task):
+            writes.append(r.resource(r.GPU_ROUTED, block.name))
+            flags += [a.ZERO_ROUTED] * task.first
         key = self._activations.key(task.layer, task.chunk)
         if not self._emitter.batch and key in self._plan.saved_graphs:
             writes.append(r.resource(r.GPU_GRAPH, *key))
@@ -477,14 +496,3 @@ def _emit_share(loads: deque[Load], turns: int) -> None:
     """Emit what falls to the next of `turns` turns."""
     for _ in range(-(-len(loads) // max(1, turns))):
         loads.popleft()()
-
-
-def is_device_local(plan: Plan, op: Op) -> bool:
-    """Whether a copy offloads an activation within the compute device, or restores it, and so crosses no link."""
-    if not (device_local := plan.saved_on_gpu):
-        return False
-    for resources in (op.reads, op.writes):  # called for each op of each plan that is tried
-        for resource in resources:
-            if resource[0] in r.SAVED_SPACES and resource[1:] in device_local:
-                return True
-    return False

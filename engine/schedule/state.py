@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from penstock.engine.plan.plan import BufferPlan, Plan
@@ -13,6 +13,8 @@ from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import WHOLE, Emitter, Slots
 from penstock.engine.schedule.resources import Resource
 
+Content = tuple[str, int, int]
+"""Buffer, how often it has been updated, and where ops on it may be skipped the group of micro-batches."""
 Load = Callable[[], None]
 """Emits the ops that bring some of a block's weights to the compute device."""
 
@@ -23,9 +25,25 @@ LEAST_PIECE_BYTES = 16 * 2**20
 class StateSchedule:
     """Emits the ops on flat buffers. What it returns are the resources that compute ops read and write."""
 
-    def __init__(self, plan: Plan, emitter: Emitter) -> None:
+    def __init__(self, plan: Plan, emitter: Emitter, behind_at: int | None) -> None:
+        """`behind_at`: see ScheduleBuilder."""
         self._plan, self._kinds = plan, plan.problem.state_kinds
-        self._emit = emitter.emit
+        self._emit_any = emitter.emit
+        self._routed = {
+            name: r.resource(r.RAM_ROUTED, plan.blocks[sender].name)
+            for block, sender in plan.problem.senders.items()
+            for name in plan.blocks[block].buffers
+        }
+        """Buffer of a group of experts -> where it is known whether anything is sent to that."""
+        self._lazy = plan.lazy
+        self.whole = False
+        """Nothing is skipped: the pass being emitted is no training step."""
+        self._behind_at = behind_at
+        """Step that a buffer in `_lazy` may not have been brought to; None: all have been."""
+        self._turn = 0
+        """Of the groups of micro-batches so far: what one has skipped is not there for the next."""
+        self._chain = 0
+        """Updates of such buffers so far."""
         self._state_bytes = len(self._kinds) * FP32
         """Of one parameter."""
         self.waiting: int | None = None
@@ -37,7 +55,7 @@ class StateSchedule:
         self._gradients = {pool: Slots(f"gpu.gradient.{pool}", plan.gradient_slots[pool]) for pool in POOLS}
         self._stages = Slots("ram.state_stage", plan.state_stages)
         self._part_stages = Slots("ram.part_stage", plan.part_stages)
-        self._copied: str | None = None
+        self._copied: Content | None = None
         """Buffer whose dequantised weights are on the compute device."""
         self.weight_slot: dict[str, int] = {}
         """Slot of each buffer whose weights are on the compute device for now."""
@@ -47,6 +65,43 @@ class StateSchedule:
         """Slot in which a buffer's gradient is being summed; WHOLE where it has memory of its own."""
         self._begun: set[str] = set()
         """Buffers of whose gradient there is a sum, in the step being emitted."""
+
+    def begin(self) -> None:
+        """The ops of another group of micro-batches follow."""
+        self._turn += 1
+
+    def take_routes(self, layer: str) -> None:
+        """A layer's router has seen all chunks: bring what it chose to the host."""
+        places = r.resource(r.GPU_ROUTED, layer), r.resource(r.RAM_ROUTED, layer)
+        self._emit_any(a.TAKE_ROUTES, layer, reads=places[:1], writes=places[1:])
+
+    def _emit(
+        self,
+        action: a.Action,
+        name: str,
+        index: int = WHOLE,
+        *,
+        reads: Iterable[Resource],
+        writes: Iterable[Resource],
+        nbytes: int = 0,
+        slots: dict[str, int] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Emit an op on a buffer, which may be skipped where the table says so of its action."""
+        flags = []
+        routed = self._routed.get(name)
+        if routed is not None and r.RAM_ROUTED in action.reads and (name in self._lazy or action.skips == "load"):
+            if action.skips in ("update", "commit"):
+                slots = {**(slots or {}), a.CHAIN: self._chain}
+            if not self.whole or action.skips == "update":
+                reads, flags = [*reads, routed], [a.SKIPS, *([a.FORCED] if self.whole else [])]
+        self._emit_any(
+            action, name, index, reads=reads, writes=writes, nbytes=nbytes, slots=slots, step=step, flags=flags
+        )
+
+    def _content(self, name: str) -> Content:
+        """What a slot holds with the weights of a buffer in it."""
+        return name, self._version[name], self._turn if name in self._routed else 0
 
     def _move(
         self,
@@ -121,10 +176,10 @@ class StateSchedule:
         if not self._plan.buffers[name].copy_numel:
             return weights
         copy = r.resource(r.GPU_COPY)
-        if self._copied != name:
+        if self._copied != self._content(name):
             slots = {name: self.weight_slot.get(name, WHOLE)}
             self._emit(a.DEQUANTISE, name, reads=[weights], writes=[copy], slots=slots)
-            self._copied = name
+            self._copied = self._content(name)
         return copy
 
     def fetch(self, block: BlockShape, turns: int) -> list[Load]:
@@ -139,7 +194,7 @@ class StateSchedule:
             if buffer.weights == "gpu":
                 continue
             pool = self._weights[buffer.pool]
-            content = (name, self._version[name])
+            content = self._content(name)
             slot = pool.find(content)
             if slot is None:
                 slot = pool.take(content)
@@ -246,7 +301,11 @@ class StateSchedule:
         buffer = self._plan.buffers[name]
         if buffer.frozen:
             return []
-        left = [] if self.waiting is None else self._apply(buffer, self.waiting, fetched)
+        due = self.waiting
+        if name in self._lazy:
+            due = self._behind_at if due is None and fetched else due
+            fetched = False  # what is skipped is made in no stage
+        left = [] if due is None else self._apply(buffer, due, fetched)
         step = self._newest
         if write_through and buffer.state != "nvme" and step is not None:
             left += [partial(self._write_through, buffer, part, step) for part in range(buffer.num_parts)]
@@ -259,6 +318,8 @@ class StateSchedule:
     def applied(self, *, committed: bool) -> None:
         """The waiting gradient has been applied to every buffer, and maybe its generation committed."""
         self.uncommitted = None if committed else self._newest
+        if self._lazy and (self.whole or self.waiting is not None):
+            self._behind_at = None if self.whole else self.waiting
         self.waiting = None
 
     @property
@@ -270,6 +331,7 @@ class StateSchedule:
         """What applies the gradient of a step to a buffer."""
         name = buffer.name
         self._version[name] += 1
+        self._chain += name in self._lazy
         if buffer.state == "gpu":
             reads: list[Resource] = [r.resource(r.GPU_GRADIENT, name), r.resource(r.RAM_CLIP)]
             writes: list[Resource] = [r.resource(r.GPU_STATE, name), r.resource(r.GPU_WEIGHTS, name)]
@@ -278,7 +340,7 @@ class StateSchedule:
         result: list[Load] = [partial(self._update_part, buffer, i, step, onward) for i in range(buffer.num_updates)]
         if fetched and buffer.weights == "nvme":
             pool = self._weights[buffer.pool]
-            slot = self.weight_slot[name] = pool.take((name, self._version[name]))
+            slot = self.weight_slot[name] = pool.take(self._content(name))
             result.append(partial(pool.release, slot, keep=True))
         return result
 
@@ -299,6 +361,8 @@ class StateSchedule:
                 writes += staged
         if buffer.gradient == "ram":
             reads.append(r.resource(r.RAM_GRADIENT, name))
+            if name in self._lazy:  # zeroed, where nothing was added to it
+                writes.append(r.resource(r.RAM_GRADIENT, name))
         if buffer.state == "ram":
             writes.append(r.resource(r.RAM_STATE, name))
         if buffer.weights == "ram":
@@ -320,6 +384,7 @@ class StateSchedule:
                 self._move(a.WRITE_WEIGHTS, buffer, part, made, [file], slots, item, step)
             if onward:
                 there = {a.STAGE: stage, name: self.weight_slot.get(name, WHOLE)}
+                there |= {a.CHAIN: self._chain} if name in self._lazy else {}
                 self._move(a.LOAD_WEIGHTS_PART, buffer, part, made, [self.weights(name)], there, item)
             self._part_stages.release(stage)
         if a.STAGE in slots:
@@ -344,7 +409,8 @@ class StateSchedule:
     def read_ahead(self, step: int) -> None:
         """Fill the state stages with what the next updates need first. The drive then works while the step's end is
         awaited; no state is changed before clipping is known."""
-        staged = [b for b in self._plan.buffers.values() if "nvme" in (b.state, b.gradient)]
+        known = itertools.takewhile(lambda b: b.name not in self._lazy, self._plan.buffers.values())
+        staged = [b for b in known if "nvme" in (b.state, b.gradient)]
         parts = ((buffer, part) for buffer in staged for part in range(buffer.num_parts))
         for buffer, part in itertools.islice(parts, self._plan.state_stages):
             self._ahead[buffer.name, part] = self._read_state(buffer, part, step)
@@ -354,7 +420,8 @@ class StateSchedule:
     def commit(self) -> None:
         """Commit the generation whose state has been written, unless it has been committed."""
         if self._newest is not None:
-            self._emit(a.COMMIT, "all", writes=[r.resource(r.GENERATION)], step=self._newest)
+            slots = {a.CHAIN: self._chain} if self._lazy else {}
+            self._emit(a.COMMIT, "all", reads=[], writes=[r.resource(r.GENERATION)], slots=slots, step=self._newest)
 
     def _write_through(self, buffer: BufferPlan, part: int, step: int) -> None:
         """Write a part of state that lives in RAM or on the GPU, for the generation about to be committed."""

@@ -83,6 +83,7 @@ PLACEMENTS = [
     pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "groups", 30, marks=pytest.mark.long),
     (tiny.FLOOR, tiny.FLOOR, 1, "hybrid", samples(2, 30)),
     (tiny.FLOOR, tiny.FLOOR, 1, "experts", samples(2, 30)),
+    (tiny.FLOOR, tiny.FLOOR, 1, "idle experts", samples(2, 30)),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 2, "float32", 30, marks=pytest.mark.long),
     pytest.param(tiny.FLOOR, tiny.FLOOR, 1, "nf4", 30, marks=pytest.mark.long),
 ]
@@ -100,7 +101,8 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
 
     `how`: patterns of what is not trained, or an adapter beside which nothing is, or "groups": of micro-batches, with
     graphs that leave, or "hybrid": layers with a recurrent state, or "experts": in groups, or "float32": in bfloat16,
-    with half of what is kept in float32 frozen, or "nf4": an adapter on a base that is quantised.
+    with half of what is kept in float32 frozen, or "idle experts": groups that nothing is sent to are skipped, or
+    "nf4": an adapter on a base that is quantised.
     """
     chance, groups = random.Random(seed), how == "groups"
     phase = chance.choice([*(name for name in PHASES if groups or name != "groups"), "commit", "opening"])
@@ -115,13 +117,17 @@ def train_killed(folder: Path, seed: int | None, gpu: str | int, ram: str | int,
     policy = {"global_batch_size": 3, "activation_checkpointing": "auto"} if groups else {"global_batch_size": 1}
     if how == "experts":
         model, policy = tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS), policy | tiny.GROUPS
+    if how == "idle experts":
+        overrides = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+        model, freeze = tiny.model(model_type="qwen3_moe", overrides=overrides), ["*.mlp.gate.*"]
+        policy |= {"split_layers": "experts", "expert_groups": 4, "skip_idle_experts": True}
     if how == "float32":
         freeze, policy = HALVES, policy | {"compute_dtype": "bfloat16"}
     settings = tiny.training(steps=STEPS, freeze=freeze, **policy)
     plan: dict[str, Any] = {"group": 1, "offloaded_graphs": "all"} if groups else {}
     drives = [folder / "state", folder / "second"][:num_drives]
     options = {"gpu": gpu, "ram": ram, "drives": drives, "adapter": adapter, "m": model} | plan
-    options |= {"m": KEPT} if how == "float32" else {}
+    options |= {"m": KEPT} if how == "float32" else {"d": tiny.data(sequence_length=4)} if how == "idle experts" else {}
     with tiny.session(folder, t=settings, s=tiny.storage(checkpoint_every=2, keep_last=2), **options) as session:
         lock = threading.Lock()
 

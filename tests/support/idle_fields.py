@@ -73,6 +73,11 @@ CASES = (
     Case('model.added_tokens=["<new>"]', ("data.source=random",), _TEXT),
     Case("model.frozen_format=nf4", (), ("adapter.method=lora",)),
     Case("train.expert_groups=2", (), ("train.split_layers=experts",)),
+    Case(
+        "train.skip_idle_experts=true",
+        ("train.split_layers=experts", "train.expert_groups=1"),
+        ("train.split_layers=experts", "train.expert_groups=2"),
+    ),
     Case("adapter.rank=8", (), ("adapter.method=lora",)),
     Case("adapter.alpha=8", (), ("adapter.method=dora",)),
     Case('adapter.targets=["q_proj"]', (), ("adapter.method=rslora",)),

@@ -13,6 +13,7 @@ from penstock.engine.plan.problem import (
     BufferShape,
     PlanInput,
     PlanOptions,
+    Routing,
     SampleSpace,
 )
 from penstock.storage.files.errors import BudgetError
@@ -49,6 +50,7 @@ def problem(
     recurrent: frozenset[int] = frozenset(),
     kept: frozenset[int] = frozenset(),
     quantised: bool = False,
+    skips: bool = False,
     **more: Any,
 ) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
@@ -57,7 +59,7 @@ def problem(
     those in `kept` have a page more, in float32, which is frozen where all of the block is. The layers in `experts`
     have those as a block of their own, or in so many `groups`;
     those in `recurrent` carry a state, and attend as well where the window is whole; heads of those in `wide` are twice
-    as wide. `quantised`: of layers and experts what is frozen.
+    as wide. `quantised`: of layers and experts what is frozen. `skips`: groups that nothing is sent to are skipped.
     """
     blocks = [BlockShape(name="embed", kind="embed", buffers=("embed",))]
     whole = more.get("kv_window", SIZES["kv_window"]) == "whole"
@@ -121,6 +123,7 @@ def problem(
     if quantised:
         quantisable = (b.frozen and not b.float32 and b.name.startswith("layers.") for b in buffers)
         buffers = [_quantised(b) if yes else b for b, yes in zip(buffers, quantisable, strict=True)]
+    more |= {"routing": Routing(2 * groups, 1, groups)} if skips and experts and groups > 1 else {}
     return PlanInput(blocks=tuple(blocks), buffers=tuple(buffers), state_kinds=STATE_KINDS, **SIZES | more)
 
 
@@ -229,6 +232,20 @@ streaming = st.builds(
     wide=st.frozensets(st.integers(0, 2), max_size=2),
 )
 problems = st.one_of(general, streaming)
+skipping = st.builds(
+    problem,
+    **BOTH | {"groups": st.integers(2, 3), "experts": st.sets(st.integers(0, 2), min_size=1).map(frozenset)},
+    layers=st.integers(1, 3),
+    edge=st.just(1),
+    micro_batches=st.integers(1, 3),
+    row_tokens=st.integers(20, 50),
+    chunk_tokens=st.integers(9, 60),
+    gpu_budget=st.integers(150_000, 900_000),
+    ram_budget=st.integers(100_000, 2_000_000),
+    device_reads=st.booleans(),
+    skips=st.just(True),
+)
+"""Those of mixtures whose idle experts are skipped."""
 
 
 def window_chunks(shape: PlanInput) -> int:
@@ -247,7 +264,7 @@ def planned(draw: Any, shapes: st.SearchStrategy[PlanInput] = problems) -> Plan:
 
 def some_plan(shape: PlanInput, choice: PlanOptions | None = None) -> Plan:
     """A plan for `shape`; where a budget is too small, one for the budget that the refusal asks for."""
-    for _ in range(4):
+    for _ in range(5):
         try:
             return make_plan(shape, choice or PlanOptions())
         except BudgetError as refusal:

@@ -47,6 +47,7 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
+from penstock.engine.runtime.past import StateReader
 from penstock.engine.runtime.state import fill_store, read_parameters, state_arrays
 from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.ops import Op
@@ -349,8 +350,9 @@ def refuse_waits(session: Session) -> None:
 def parameters(store: NvmeStore, spec: ModelSpec) -> dict[str, Tensor]:
     """All master weights of the committed generation, by name."""
     found: dict[str, Tensor] = {}
+    state = StateReader(store, spec, training())
     for name, buffer in spec.buffers.items():
-        found |= read_parameters(store, name, buffer)
+        found |= read_parameters(state, name, buffer)
     return found
 
 

@@ -14,14 +14,14 @@ from small_problems import planned, problem, some_plan
 from some_ops import an_op
 
 from penstock.engine.events import Span
-from penstock.engine.forecast.costs import Conditions, Costs
+from penstock.engine.forecast.costs import Conditions, Costs, is_device_local
 from penstock.engine.forecast.extrapolate import FULL_OPS, estimate, estimate_evaluation, num_ops
 from penstock.engine.forecast.simulate import BUILD_S, DISPATCH_S, Clocks, Deadlock, busy_seconds, simulate
 from penstock.engine.machine.profile import Machine
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanInput, PlanOptions
 from penstock.engine.schedule.action import LANES, Lane
-from penstock.engine.schedule.builder import ScheduleBuilder, is_device_local
+from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import evaluation, training
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
 from schedule_replay import Replay, races
-from small_problems import planned, problem, some_plan
+from small_problems import planned, problem, problems, skipping, some_plan
 
 from penstock.engine.plan.plan import Plan, cut_chunks, filled_chunks, sample_regions
 from penstock.engine.plan.planner import make_plan
@@ -94,7 +94,7 @@ def samples_of(plan: Plan, builder: ScheduleBuilder, step: int) -> list[Op]:
 
 
 @sampled(25, 100)
-@given(planned(), validations)
+@given(planned(problems | skipping), validations)
 def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int, list[int]]) -> None:
     """An op touches what its action says. Of a frozen buffer there is nothing to write, and below the lowest block that
     is trained there is no backward."""
@@ -355,6 +355,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "experts": (SAMPLES | {"experts": frozenset({0, 2})}, PlanOptions()),
     "experts on NVMe": (SCARCE | {"experts": frozenset({0, 1, 2})}, PlanOptions()),
     "experts in groups, on NVMe": (SCARCE | {"experts": frozenset({0, 1}), "groups": 2}, PlanOptions()),
+    "idle experts skipped": (SCARCE | {"experts": frozenset({0, 1}), "groups": 2, "skips": True}, PlanOptions()),
     "a state from chunk to chunk": ({"recurrent": frozenset({0, 2}), "gpu_budget": 1}, PlanOptions()),
     "a state from chunk to chunk on NVMe": (SCARCE | {"recurrent": frozenset({0, 1})}, PlanOptions()),
     "halves frozen, quantised": (SCARCE | {"halves": frozenset({1, 2}), "quantised": True}, PlanOptions()),
