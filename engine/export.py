@@ -103,7 +103,7 @@ def export(
             if fixed and like is not None:
                 read = _unrounded(spec, parameters, fixed, like, rows)
             if adapter is not None:
-                whole = take_apart(spec.config)
+                whole = take_apart(spec.config, split_layers=recipe.train.split_layers)
                 dtypes: dict[str, torch.dtype] = {}
                 if dtype == "auto" and like is not None:
                     dtypes = weights.CheckpointLayout(whole, open_checkpoint(like), rows).dtypes()

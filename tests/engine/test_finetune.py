@@ -235,6 +235,17 @@ def test_exports_are_what_peft_makes_of_them(tmp_path: Path, model_type: str) ->
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
 
 
+def test_experts_that_are_blocks_of_their_own_are_merged_too(tmp_path: Path) -> None:
+    """And in groups: to the bit what peft makes of them."""
+    model = folder_of(tmp_path / "model", "qwen3_moe")
+    both_exports(tmp_path, adapting(model, adapted.section("lora"), **tiny.GROUPS), tiny.Silent())
+    merged = dict(loaded(model, tmp_path / "adapter").merge_and_unload().named_parameters())
+    ours = dict(loaded(tmp_path / "merged").named_parameters())
+    assert ours.keys() == merged.keys()
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, merged[name]), name
+
+
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_a_base_that_is_finer_than_the_run_computes_is_merged_as_it_is(tmp_path: Path, method: str) -> None:
     """What has no adapter keeps its bits; the rest is what peft makes of the base in its own dtype."""
