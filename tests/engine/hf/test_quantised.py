@@ -9,17 +9,15 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
+from quantised_folders import fp8, is_linear, mxfp4, plain, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     CompressedTensorsConfig,
     FineGrainedFP8Config,
     Mxfp4Config,
 )
-from transformers.integrations.finegrained_fp8 import Fp8Quantize
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from penstock.engine.hf import quantised
 from penstock.engine.hf.config import read_config
@@ -29,67 +27,11 @@ from penstock.engine.model.anatomy import take_apart
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.safetensors import CheckpointReader
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-SHAPE |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 64}
-SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-TYPES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, **EXPERTS},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS}
-    | dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16)
-    | {"q_lora_rank": 32, "num_key_value_heads": 4},
-}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
 UNEVEN = {**INT4, "symmetric": False}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-Tensors = dict[str, Tensor]
-
-
-def plain(folder: Path, kind: str) -> Tensors:
-    config = AutoConfig.for_model(kind, **{**SHAPE, **TYPES[kind]})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for tensor in model.state_dict().values():
-        tensor.normal_(std=0.1)
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
-def write(folder: Path, tensors: Tensors, quantisation: dict[str, Any]) -> Path:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
-    return folder
-
-
-def is_linear(name: str, tensor: Tensor) -> bool:
-    around = ("embed_tokens", "lm_head", "mlp.gate.weight", "router")
-    return name.endswith("weight") and tensor.dim() == 2 and not any(part in name for part in around)
-
-
-def mxfp4(folder: Path, kind: str = "gpt_oss") -> Path:
-    """As gpt-oss is published: random blocks of four-bit values, and scales of one exponent each."""
-    tensors = plain(folder, kind)
-    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
-        experts, columns, rows = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 128, (experts, rows, columns // 32), dtype=torch.uint8)
-    assert sum(name.endswith("_scales") for name in tensors) == 4
-    return write(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-
-
-def fp8(folder: Path, kind: str = "qwen3", *, block: tuple[int, int] | None = (16, 16), **more: Any) -> Path:
-    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block and [*block], **more}
-    operation = Fp8Quantize(AutoHfQuantizer.from_config(dict(how), pre_quantized=False))
-    tensors = plain(folder, kind)
-    for name in [name for name, tensor in tensors.items() if is_linear(name, tensor)]:
-        tensors |= operation.convert({name: tensors.pop(name)})
-    assert sum(name.endswith("_scale_inv") for name in tensors) >= 14
-    return write(folder, tensors, how)
 
 
 def mxfp8(folder: Path) -> Path:
