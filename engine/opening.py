@@ -39,6 +39,7 @@ from penstock.engine.hf.adapter_folder import Start
 from penstock.engine.hf.config import require_overrides
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, write_constants
 from penstock.engine.hf.quantised import open_checkpoint
+from penstock.engine.hf.stored import require_stored, with_scales
 from penstock.engine.image_check import check_images
 from penstock.engine.kernels import KernelQuery, choose_kernels, kernel_query, kernel_record, report_kernels
 from penstock.engine.machine.affinity import place_threads
@@ -54,7 +55,7 @@ from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.adapter_values import with_adapter
 from penstock.engine.model.anatomy import Initializer, initial_constants
 from penstock.engine.model.spec import ModelSpec
-from penstock.engine.model.stored import BLOCK
+from penstock.engine.model.stored import FORMATS
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import NO_VISION
@@ -100,6 +101,8 @@ def open_session(
     start = None if resume else adapter_start(recipe, spec, observer)
     if not resume:
         require_overrides(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
+        if recipe.model.frozen_format == "stored":
+            require_stored(_layout(recipe, spec, new_rows))
         for remark in remarks_on_model(recipe, prepared.tokenizer, spec, new_rows):
             observer.on_message(remark)
     loader = make_loader(prepared.corpus, spec, recipe)
@@ -382,7 +385,7 @@ def _refuse_unless_exact(spec: ModelSpec, recipe: Recipe, plan: Plan, observer: 
         adapter=spec.adapter,
         split_layers=recipe.train.split_layers,
         expert_groups=recipe.train.expert_groups,
-        frozen_format=recipe.model.frozen_format if spec.adapter is not None else "compute",
+        frozen_format=next((b.format for b in spec.buffers.values() if b.format and spec.adapter), "compute"),
         device=device,
     )
     if not result.ok:
@@ -462,11 +465,18 @@ def _fill_new(
     meta = run_meta(0, 0, loader.cursor, identity | {"constants": crc})
     error = fill_store(store, buffers, spec.buffers, meta)
     if recipe.model.frozen_format != "compute":
-        matrices = sum(len(buffer.stored.quantised) for buffer in spec.buffers.values() if buffer.stored)
-        observer.on_message(
-            f"model.frozen_format={recipe.model.frozen_format}: {matrices:,} frozen matrices are quantised in blocks "
-            f"of {BLOCK} values; the largest relative error of one is {error:.2%}"
-        )
+        layouts = [buffer.stored for buffer in spec.buffers.values() if buffer.stored]
+        matrices, form = sum(len(layout.quantised) for layout in layouts), layouts[0].format
+        how = f"quantised in blocks of {FORMATS[form].block} values; the largest relative error of one is {error:.2%}"
+        if recipe.model.frozen_format == "stored":
+            how = f"kept as {form}, to the bit"
+        observer.on_message(f"model.frozen_format={recipe.model.frozen_format}: {matrices:,} frozen matrices are {how}")
+
+
+def _layout(recipe: Recipe, spec: ModelSpec, new_rows: weights.NewRows | None) -> weights.CheckpointLayout:
+    """Of the recipe's model folder."""
+    reader = open_checkpoint(Path(recipe.model.path or "").expanduser())
+    return weights.CheckpointLayout(spec, reader, None if new_rows is None else new_rows.stored)
 
 
 def first_values(
@@ -474,10 +484,9 @@ def first_values(
 ) -> tuple[dict[str, Tensor], Iterable[tuple[str, dict[str, Tensor]]]]:
     """The imported or initialised model: its constants, and one after the other its buffers' parameters in float32."""
     if recipe.model.path is not None:
-        reader = open_checkpoint(Path(recipe.model.path).expanduser())
-        layout = weights.CheckpointLayout(spec, reader, None if new_rows is None else new_rows.stored)
+        layout = _layout(recipe, spec, new_rows)
         constants = layout.read_constants()
-        buffers: Iterable[tuple[str, dict[str, Tensor]]] = weights.import_blocks(layout, new_rows)
+        buffers: Iterable[tuple[str, dict[str, Tensor]]] = with_scales(layout, weights.import_blocks(layout, new_rows))
     else:
         constants = initial_constants(spec)
         buffers = Initializer(spec, recipe.train.seed, recipe.model.embedding_std).buffers()

@@ -42,10 +42,11 @@ class ModelConfig:
     added_tokens: list[str] = field(default_factory=list)
     """Special tokens to add to the tokenizer. The embedding grows if it has no rows for them; new rows start as the
     mean of the others."""
-    frozen_format: Literal["compute", "int8", "nf4"] = "compute"
+    frozen_format: Literal["compute", "int8", "nf4", "stored"] = "compute"
     """How matrices of the layers that are never trained (beside an adapter, or by train.freeze) are stored and moved.
     compute: in train.compute_dtype. int8, nf4: quantised as the run begins, to 8.5 or 4.5 bits a value, and dequantised
-    to train.compute_dtype where they are computed with."""
+    to train.compute_dtype where they are computed with. stored: the same for what a folder in MXFP4 or FP8 holds so, to
+    4.25 or 8.5 bits a value, with exactly the values that transformers dequantises."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Other fields of the transformers config, by their names there, for example {"rms_norm_eps": 1e-5}."""
 

@@ -20,13 +20,12 @@ from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from penstock.engine.model.checkpoint_format import FIELD, quantisation
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import has_model_file, read_config_file
 from penstock.storage.files.safetensors import CheckpointReader
 from penstock.storage.files.untrusted import one_line, parse_object
 
-FIELD = "quantization_config"
-"""Of a config.json."""
 _FORMATS = {"mxfp4": "MXFP4", "fp8": "FP8", "mxfp8": "MXFP8", "compressed-tensors": "compressed-tensors"}
 """What transformers dequantises on a CPU: quant_method -> name for people."""
 _OF_ACTIVATIONS = re.compile(r"(activation|(input|output|q|k|v)(_global)?)_(scale|zero_point)")
@@ -60,7 +59,7 @@ def open_checkpoint(folder: Path) -> CheckpointReader:
     file, content = read_config_file(folder)
     config = parse_object(content)
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else {}
-    values = config.get(FIELD) or text.get(FIELD)
+    values = quantisation(config)
     if not values:
         return CheckpointReader(folder)
     _require_readable(values, str(file))
@@ -154,6 +153,26 @@ class DequantisingReader(CheckpointReader):
             super().read_into(name, out)
         else:
             out.view(self._groups[name].shape).copy_(self.read(name))
+
+    def held_as(self, name: str) -> str | None:
+        """The format of model/stored.py that has exactly the values of a tensor; None: there is none."""
+        if name not in self._groups:
+            return None
+        if self._format == "FP8":
+            dtype = self._stored[self._groups[name].pieces["weight"]][0]
+            return "fp8" if (dtype, self._dtype) == ("float8_e4m3fn", "bfloat16") else None
+        return "mxfp4" if self._format == "MXFP4" else None
+
+    def scales(self, name: str) -> Tensor:
+        """What the values of an FP8 tensor were multiplied with, float32 of its shape."""
+        group = self._groups[name]
+        scales = self._pieces.read(group.pieces["weight_scale_inv"])
+        scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+        if group.blocks is None:
+            return scales.reshape(()).expand(group.shape)
+        for dim, size in zip((-2, -1), group.blocks, strict=True):
+            scales = scales.repeat_interleave(size, dim)
+        return scales[..., : group.shape[-2], : group.shape[-1]]
 
     def remarks(self) -> list[str]:
         return [

@@ -18,6 +18,7 @@ from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, groups, skeleton
 from penstock.engine.model.adapters import BASE, is_adapter, plain_name
+from penstock.engine.model.checkpoint_format import CheckpointFormat, frozen_format
 from penstock.engine.model.float32 import float32_names
 from penstock.engine.model.graph_size import find_graph_bytes
 from penstock.engine.model.router import own_coefficient
@@ -49,14 +50,14 @@ def take_apart(
     adapter: AdapterConfig | None = None,
     *,
     split_layers: str | None = None,
-    frozen_format: str = "compute",
+    frozen_format: str | CheckpointFormat = "compute",
 ) -> ModelSpec:
     """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
     `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is
     all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches). `frozen_format`:
-    of the layers' matrices that are never trained (ModelConfig.frozen_format). Raises UserError for what cannot be
-    trained, and for patterns that fit nothing or leave nothing to be trained.
+    of the layers' matrices that are never trained (ModelConfig.frozen_format), or of those that a checkpoint holds so.
+    Raises UserError for what cannot be trained, and for patterns that fit nothing or leave nothing to be trained.
     """
     refuse_unsupported(config)
     if adapter is not None:
@@ -94,7 +95,13 @@ def take_apart(
     with refused(f"{kind}: transformers cannot build the model in bfloat16", with_type=False):
         float32 = float32_names(model, prefix, names, small, stand_ins)
     structures = _structures(prefix, layers, stays, float32)
-    buffers = _split(whole, stays, float32, None if frozen_format == "compute" else frozen_format)
+    held: frozenset[str] | None = None
+    if isinstance(frozen_format, CheckpointFormat):
+        with refused(f"{kind}: transformers does not say which of its matrices are quantised", with_type=False):
+            format, held = frozen_format.name, frozen_format.names(_build(config))
+    else:
+        format = frozen_format
+    buffers = _split(whole, stays, float32, None if format == "compute" else format, held)
     blocks = [BlockSpec(EMBED, "embed", _own(EMBED, buffers))]
     for i in range(len(layers)):
         name = f"layers.{i}"
@@ -155,9 +162,10 @@ def take_apart(
             f"train.freeze: all {spec.num_params:,} parameters are frozen, so nothing is left to train; remove a "
             "pattern"
         )
-    if frozen_format != "compute" and all(buffer.format is None for buffer in buffers.values()):
+    if format != "compute" and all(buffer.format is None for buffer in buffers.values()):
         raise UserError(
-            f"model.frozen_format: {frozen_format}, but no matrix of a layer is frozen; leave it out, or freeze some "
+            f"model.frozen_format: {format if held is None else 'stored'}, but no matrix of a layer "
+            f"{'' if held is None else 'that the checkpoint holds quantised '}is frozen; leave it out, or freeze some "
             "with train.freeze"
         )
     return spec
@@ -166,7 +174,7 @@ def take_apart(
 def spec_of_recipe(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
     """The model taken apart as a run of the recipe trains it."""
     adapter, train = recipe.adapter if recipe.adapter.is_used else None, recipe.train
-    split, stored = train.split_layers, recipe.model.frozen_format
+    split, stored = train.split_layers, frozen_format(recipe.model)
     spec = take_apart(config, train.freeze, adapter, split_layers=split, frozen_format=stored)
     return groups.cut(spec, train.expert_groups or 1)
 
@@ -398,18 +406,25 @@ _SORTS = tuple({"float32": float32, "frozen": frozen} for float32 in (False, Tru
 
 
 def _split(
-    whole: dict[str, tuple[ParamSpec, ...]], stays: frozenset[str], float32: frozenset[str], format: str | None
+    whole: dict[str, tuple[ParamSpec, ...]],
+    stays: frozenset[str],
+    float32: frozenset[str],
+    format: str | None,
+    held: frozenset[str] | None,
 ) -> dict[str, BufferSpec]:
     """Flat buffers of the blocks' parameters, of which those in `stays` are frozen and those in `float32` kept so.
     Frozen ones have `format` where they are a layer's, or part of one, and not vectors alone: tables by token id and
-    what is kept in float32 stay as they are."""
+    what is kept in float32 stay as they are. `held`: plain names of what a checkpoint holds in that, beside which
+    nothing has it."""
     result: dict[str, BufferSpec] = {}
     for block, params in whole.items():
         for sort in _SORTS:
             own = tuple(p for p in params if {"float32": p.name in float32, "frozen": p.name in stays} == sort)
             matrices = block not in (EMBED, HEAD) and any(len(p.shape) > 1 for p in own)
             quantised = matrices and sort["frozen"] and not sort["float32"]
-            result[buffer_name(block, **sort)] = BufferSpec(own, **sort, format=format if quantised else None)
+            names = None if held is None else tuple(p.name for p in own if plain_name(p.name) in held)
+            form, names = (format, names) if quantised and names != () else (None, None)
+            result[buffer_name(block, **sort)] = BufferSpec(own, **sort, format=form, quantised=names)
     return {name: buffer for name, buffer in result.items() if buffer.params}
 
 

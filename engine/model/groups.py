@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.engine.model.spec import BlockSpec, BufferSpec, ModelSpec, block_of
+from penstock.engine.model.stored import SCALES
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.layout import ParamSpec, Rows
 
@@ -114,17 +115,17 @@ def _joined(param: ParamSpec) -> ParamSpec:
     return replace(param, name=param.rows.of, shape=(param.rows.total, *param.shape[1:]), rows=None)
 
 
-def _value_of(param: ParamSpec, values: Mapping[str, Tensor]) -> Tensor | None:
-    """The parameter's own of values by the names of whole parameters; None: they have none of it."""
+def _value_of(param: ParamSpec, values: Mapping[str, Tensor], end: str = "") -> Tensor | None:
+    """The parameter's own of values by the names of whole parameters with that `end`; None: they have none of it."""
     if param.rows is None or param.name in values:
-        return values.get(param.name)
-    whole = values.get(param.rows.of)
+        return values.get(param.name + end)
+    whole = values.get(param.rows.of + end)
     return None if whole is None else whole[param.rows.first : param.rows.first + param.shape[0]]
 
 
 def own_values(buffer: BufferSpec, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a buffer's parameters, of values by the names of whole ones, as far as these are there."""
-    own = {param.name: _value_of(param, values) for param in buffer.params}
+    """Those of a buffer's parameters, of values by the names of whole ones, as far as these are there, and scales."""
+    own = {param.name + end: _value_of(param, values, end) for param in buffer.params for end in ("", SCALES)}
     return {name: value for name, value in own.items() if value is not None}
 
 

@@ -59,6 +59,8 @@ class BufferSpec:
     """Its weights are float32 whatever the compute dtype (model/float32.py)."""
     format: str | None = None
     """What its matrices are quantised to (model/stored.py); None: it is stored as it is computed with."""
+    quantised: tuple[str, ...] | None = None
+    """Whole parameters that are, of a format that a checkpoint has; None: all matrices but small ones."""
 
     @cached_property
     def layout(self) -> FlatLayout:
@@ -68,7 +70,9 @@ class BufferSpec:
     @cached_property
     def stored(self) -> StoredLayout | None:
         """Of what is stored and moved of it, where it is quantised."""
-        return None if self.format is None else StoredLayout.build(self.layout.params, self.format)
+        if self.format is None:
+            return None
+        return StoredLayout.build(self.layout.params, self.format, self.quantised)
 
     @property
     def numel(self) -> int:

@@ -72,6 +72,11 @@ def fill_store(
         kinds = [kind for buffer, kind in specs if buffer == name]
         main = MASTER if MASTER in kinds else WEIGHTS
         values, error = _stored(specs_of[name], tensors, getattr(torch, specs[name, main].dtype))
+        if error and specs_of[name].quantised is not None:
+            raise UserError(
+                f"model.frozen_format: stored, but {specs_of[name].format} does not hold the checkpoint's values of "
+                f"'{name}' to the bit; set int8, nf4 or compute"
+            )
         worst = max(worst, error)
         ranges = specs[name, main].parts()
         zeros = empty_aligned(max(end - start for start, end in ranges), torch.float32).zero_()

@@ -26,7 +26,7 @@ from penstock.engine.model.adapter_values import with_adapter
 from penstock.engine.model.anatomy import Initializer, take_apart
 from penstock.engine.model.quantise import NF4, Dequantiser, as_held, dequantised, quantised
 from penstock.engine.model.spec import BufferSpec
-from penstock.engine.model.stored import BITS, BLOCK
+from penstock.engine.model.stored import FORMATS
 from penstock.engine.opened_model import OpenedModel
 from penstock.engine.self_check import check_model
 from penstock.engine.train import train_step
@@ -34,8 +34,9 @@ from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.layout import ParamSpec
 
-FORMATS = sorted(BITS)
+BLOCK = 64
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (300, 100), "norm": (7,), "experts": (3, 25, 11), "row": (8, 64)}
+SHAPES["stack"] = (2, 32, 24)  # by columns where a format is
 ROOMY = {"gpu_bytes": 1 << 30, "ram_bytes": 1 << 30}
 
 
@@ -54,7 +55,6 @@ def nf4(values: Tensor) -> tuple[bytes, list[float], Tensor]:
     assert buffer.stored is not None
     words, _ = quantised(buffer.stored, {"w": values})
     (param,), raw = buffer.stored.params, words.view(torch.uint8)
-    assert param.scales is not None
     scales = raw[slice(*param.scales)].view(torch.float32).tolist()
     return raw[slice(*param.values)].numpy().tobytes(), scales, dequantised(buffer, words)["w"]
 
@@ -77,7 +77,52 @@ def test_what_nf4_holds_it_gives_back() -> None:
     assert torch.equal(nf4(codes)[2], codes)
 
 
-@pytest.mark.parametrize(("format", "least", "most"), [("int8", 2e-3, 8e-3), ("nf4", 5e-2, 0.11)])
+def bits_of(value: Tensor) -> list[int]:
+    return value.reshape(-1).view(torch.int32).tolist()
+
+
+def test_what_a_checkpoint_has_in_fp8_is_kept_to_the_bit() -> None:
+    """All codes, signs of zero too, times scales of any bits, rounded to bfloat16 as transformers does it."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    rows = torch.cat([codes[codes.isfinite()], torch.tensor([0.0, -0.0])]).view(4, 64).repeat(50, 1)
+    scales = (
+        torch.rand(200, 1, generator=torch.Generator().manual_seed(1)) + 2.0 ** torch.arange(-20, 0).repeat(10)[:, None]
+    )
+    values = {"w": (rows * scales).bfloat16().float(), "w.scales": scales}
+    buffer = buffer_of("fp8", {"w": (200, 64)})
+    assert buffer.stored is not None
+    words, error = quantised(buffer.stored, values)
+    assert error == 0
+    assert bits_of(dequantised(buffer, words)["w"]) == bits_of(values["w"])
+    assert buffer.stored.numel * 2 == 200 * 64 + 200 * 4 + 2 * (-(200 * 68 // 2) % 2048)
+
+
+def test_what_a_checkpoint_has_in_mxfp4_is_kept_to_the_bit() -> None:
+    """Whichever codes a block has: those of a block without the largest are larger ones times a smaller power."""
+    halves = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    generator = torch.Generator().manual_seed(2)
+    most = torch.arange(1, 9).repeat(16)  # of each column the codes below that
+    codes = (torch.rand(3, 64, 128, generator=generator) * most).int()
+    signs = torch.randint(2, codes.shape, generator=generator) * 2 - 1
+    exponents = torch.randint(-100, 100, (3, 2, 1, 128), generator=generator).expand(3, 2, 32, 128).reshape(3, 64, 128)
+    values = {"w": torch.ldexp(halves[codes] * signs, exponents)}
+    buffer = buffer_of("mxfp4", {"w": (3, 64, 128)})
+    assert buffer.stored is not None
+    words, error = quantised(buffer.stored, values)
+    assert error == 0
+    assert bits_of(dequantised(buffer, words)["w"]) == bits_of(values["w"])
+    (param,) = buffer.stored.params
+    assert param.values[1] - param.values[0] + param.scales[1] - param.scales[0] == 3 * 64 * 128 * 4.25 / 8
+    values["w"][1, 40, 7] = 0.3
+    assert quantised(buffer.stored, values)[1] > 0
+
+
+@pytest.mark.parametrize(("format", "least", "most"), [
+    ("int8", 2e-3, 8e-3),
+    ("nf4", 5e-2, 0.11),
+    ("fp8", 2e-2, 4e-2),
+    ("mxfp4", 8e-2, 0.16),
+])  # fmt: skip
 def test_the_error_of_the_worst_matrix_is_told(format: str, least: float, most: float) -> None:
     buffer, values = buffer_of(format, SHAPES), values_of(SHAPES)
     values["matrix"][:7] = 0  # blocks of nothing
@@ -90,13 +135,14 @@ def test_the_error_of_the_worst_matrix_is_told(format: str, least: float, most: 
     assert not back["matrix"][:6].any()
     assert torch.equal(back["norm"], values["norm"]), "vectors stay as they are"
     # Bits of a value, a float32 scale for 64 of them, float32 vectors; whole pages.
-    assert buffer.stored.numel * 2 < 1.1 * sum(v.numel() for v in values.values()) * (BITS[format] + 0.5) / 8 + 4096
+    numel = sum(value.numel() for value in values.values())
+    assert buffer.stored.numel * 2 < 1.1 * numel * (FORMATS[format].bits + 0.5) / 8 + 4096
     values["experts"][0, 0, 0] = torch.nan
     with pytest.raises(UserError, match=r"model\.frozen_format: 'experts' has a value that is not finite"):
         quantised(buffer.stored, values)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", sorted(FORMATS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_computed_with_is_rounded_once_and_the_same_in_pieces(
     format: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -115,15 +161,16 @@ def test_what_is_computed_with_is_rounded_once_and_the_same_in_pieces(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("format", FORMATS)
-def test_compiled_it_has_the_same_bits(format: str) -> None:
+@pytest.mark.parametrize("format", sorted(FORMATS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_it_has_the_same_bits(format: str, dtype: torch.dtype) -> None:
     buffer = buffer_of(format, SHAPES)
     assert buffer.stored is not None
     words, _ = quantised(buffer.stored, values_of(SHAPES))
     results = []
     with compiled_afresh() as counters:
         for compiled in (False, True):
-            flat = torch.zeros(buffer.layout.numel, dtype=torch.bfloat16)
+            flat = torch.zeros(buffer.layout.numel, dtype=dtype)
             Dequantiser().fill(flat, words, buffer.layout, buffer.stored, compiled=compiled)
             results.append(flat)
         assert counters["unique_graphs"] > 0
@@ -161,6 +208,17 @@ def test_what_is_small_beside_the_rest_stays_as_it_is() -> None:
     back = dequantised(buffer, quantised(buffer.stored, values)[0])
     assert {name: torch.equal(back[name], values[name]) for name in shapes} == {
         "experts": False, "router": True, "projection": False
+    }  # fmt: skip
+
+
+def test_beside_what_a_checkpoint_quantised_other_matrices_keep_their_width() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"experts": (8, 64, 64), "projection": (64, 64), "router": (1, 32)}
+    shapes["norm"] = (64,)
+    params = tuple(ParamSpec(name, shape, True) for name, shape in shapes.items())
+    buffer = BufferSpec(params, frozen=True, format="mxfp4", quantised=("experts",))
+    assert buffer.stored is not None
+    assert {param.name: param.dtype for param in buffer.stored.params} == {
+        "experts": None, "projection": "bfloat16", "router": "float32", "norm": "float32"
     }  # fmt: skip
 
 
