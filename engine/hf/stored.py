@@ -45,6 +45,7 @@ def with_scales(
                 block, scales = of, _scales(layout, of)
             values = values | groups.own_values(buffer, scales)
         yield name, values
+        del values  # before the next block is read
 
 
 def _scales(layout: CheckpointLayout, block: str) -> dict[str, Tensor]:

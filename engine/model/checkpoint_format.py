@@ -61,7 +61,8 @@ def frozen_format(model: ModelConfig) -> str | CheckpointFormat:
         return model.frozen_format
     if model.path is None or not (path := Path(model.path).expanduser()).exists():
         raise UserError(
-            f"model.frozen_format: stored, but there is no model folder that holds anything (model.path); {_OTHERS}"
+            f"model.frozen_format: stored, but there is no model folder at model.path ({model.path}); name one, or "
+            f"{_OTHERS}"
         )
     file, content = read_config_file(path)
     values = quantisation(parse_object(content))

@@ -49,9 +49,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], Any, dict[str, Any]]] = {
 }
 
 
-def sections(folder: Path, format: str = "stored", **train: Any) -> dict[str, Any]:
+def sections(folder: Path, format: str = "stored", method: str = "lora", **train: Any) -> dict[str, Any]:
     model = ModelConfig(path=str(folder), frozen_format=format)  # type: ignore[arg-type]
-    return {"model": model, "adapter": adapted.section("lora"), "train": tiny.training(**train)}
+    return {"model": model, "adapter": adapted.section(method), "train": tiny.training(**train)}
 
 
 def spec_of(folder: Path, **train: Any) -> ModelSpec:
@@ -60,6 +60,13 @@ def spec_of(folder: Path, **train: Any) -> ModelSpec:
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def changed(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -96,6 +103,26 @@ def test_what_is_streamed_is_what_transformers_dequantises(tmp_path: Path, name:
     assert {plain_name(n) for n in joined(spec.params, dict.fromkeys(held, torch.empty(1)))} == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+def test_last_blocks_may_stick_out_and_scales_be_exponents(tmp_path: Path, dtype: torch.dtype) -> None:
+    def rescale(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            rows, columns = tensors[name.removesuffix("_scale_inv")].shape
+            exponents = torch.randint(110, 130, (-(-rows // 40), columns // 64), dtype=torch.uint8)
+            scales = 1.3 * torch.exp2(exponents.float() - 127)
+            tensors[name] = exponents.view(dtype) if dtype.itemsize == 1 else scales.to(dtype)
+
+    folder = changed(fp8(tmp_path, block=(16, 64), sizes=WIDE), rescale)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [40, 64]
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = spec_of(folder)
+    layout = CheckpointLayout(spec, open_checkpoint(folder))
+    stored = {name: buffer.stored for name, buffer in spec.buffers.items() if buffer.stored is not None}
+    buffers = {name: values for name, values in with_scales(layout, import_blocks(layout)) if name in stored}
+    assert {name: quantised(layout, buffers[name])[1] for name, layout in stored.items()} == dict.fromkeys(stored, 0)
+
+
 RUNS: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "mxfp4": (lambda f: mxfp4(f, 110), {}, "4 frozen matrices are kept as mxfp4, to the bit"),
     "mxfp4 in groups, bfloat16": (
@@ -105,7 +132,7 @@ RUNS: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     ),
     "fp8": (
         lambda f: fp8(f, block=(16, 64), sizes=WIDE),
-        {},
+        {"method": "dora"},
         "14 frozen matrices are kept as fp8, to the bit",
     ),
     "fp8 of deepseek, bfloat16": (
@@ -184,13 +211,6 @@ def test_a_run_whose_model_folder_has_gone_goes_on_and_exports(tmp_path: Path) -
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in ours.items())
 
 
-def changed(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
 def in_float16(folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
@@ -245,7 +265,7 @@ def test_what_is_not_frozen_or_not_of_a_folder_is_refused(tmp_path: Path) -> Non
     ):
         tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
     run = {"model": tiny.model(frozen_format="stored"), "adapter": adapted.section("lora")}
-    with pytest.raises(UserError, match=r"stored, but there is no model folder"):
+    with pytest.raises(UserError, match=r"stored, but there is no model folder at model\.path \(None\)"):
         tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
 
 
