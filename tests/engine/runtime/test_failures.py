@@ -120,9 +120,10 @@ def test_what_the_gpu_raises_is_explained_and_nothing_is_lost(tmp_path: Path, mo
 
 
 def test_a_bug_is_not_taken_for_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "good", tiny.Silent())  # its self-check is remembered
     fail_in(monkeypatch, "layer_forward", 1, RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match") as caught:
-        run(tmp_path, tiny.Silent())
+        run(tmp_path / "bad", tiny.Silent())
     assert not isinstance(caught.value, UserError)
     assert any(entry.name == "failing" for entry in caught.traceback), "with its own traceback"
     assert "lane" in caught.value.__notes__[0]
