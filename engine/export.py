@@ -92,6 +92,11 @@ def export(
             )
             remarks: list[str] = []
         else:
+            if lacks_model and spec.vision is not None:
+                raise UserError(
+                    f"model.path: {named} is missing here, and the vision tower, which is trained, is exported as that "
+                    "folder lays it out; restore the folder"
+                )
             usual = "float32" if recipe.train.compute_dtype == "float32" else "bfloat16"
             like = None if lacks_model else origin
             rows = stored if recipe.model.added_tokens and like is not None else None

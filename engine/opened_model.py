@@ -64,7 +64,7 @@ class OpenedModel(Texts):
     ) -> None:
         """Use `open`."""
         super().__init__(source, where, data)
-        self.spec, self.device, self.dtype = source.spec.all_frozen(), device, dtype
+        self.spec, self.device, self.dtype = source.spec.for_texts().all_frozen(), device, dtype
         self.context = context_of(self.spec)
         self.passes, self.passes_s = 0, list[float]()
         self._source = source

@@ -408,6 +408,12 @@ def _require_same_model(store: NvmeStore, recipe: Recipe) -> None:
                 f"adapter.{name}: {now} in the recipe, {was} in the run: the state in {store.root} is of that adapter; "
                 f"restore adapter.{name}, or begin a new run"
             )
+    was, now = before.get("model.train_vision", ModelConfig().train_vision), recipe.model.train_vision
+    if was != now:
+        raise UserError(
+            f"model.train_vision: {now} in the recipe, {was} in the run: {store.root} has a state of other "
+            "parameters; restore model.train_vision, or begin a new run from an export"
+        )
     was, now = before.get("model.frozen_format", ModelConfig().frozen_format), recipe.model.frozen_format
     if was != now:
         raise UserError(

@@ -61,7 +61,8 @@ def remarks_on_model(
     folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
     said = []
     if folder is not None:
-        unused = weights.remarks_on_tensors(folder, spec.config if new_rows is None else new_rows.stored)
+        tower = set() if spec.vision is None else {p.name for p in spec.params_of(spec.vision, trained=True)}
+        unused = weights.remarks_on_tensors(folder, spec.config if new_rows is None else new_rows.stored, tower)
         said = [f"model.path: {remark}" for remark in (*remarks_on_weights(folder), *unused)]
     if tokenizer is not None and tokenizer.folder != folder:
         other = read_otherwise(tokenizer, spec.model_type)

@@ -1,5 +1,6 @@
 """The images of a run's data on their way to the text model: from their files in the corpus, by the model's own
-processor and its frozen vision tower, once for each micro-batch, before its pass begins."""
+processor and its vision tower, once for each micro-batch. A frozen tower looks at them before the pass begins; one that
+is trained is a block of the pass."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from penstock.engine.config import Recipe
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.corpus.images import ImageFiles
 from penstock.engine.data.text.images import ImageProcessor
-from penstock.engine.hf.tower import Pictured, Tower, TowerSizes
+from penstock.engine.hf.tower import Pictured, Places, Tower, TowerSizes
+from penstock.engine.model import skeleton
 from penstock.engine.model.images import BOTH_WAYS, require_images
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import MicroBatch
@@ -31,16 +33,26 @@ _STEPS = 3
 class Vision:
     """Attributes: `space`, the memory that it takes."""
 
-    def __init__(self, images: ImageFiles, processor: ImageProcessor, config: PretrainedConfig, folder: Path) -> None:
+    def __init__(
+        self, images: ImageFiles, processor: ImageProcessor, config: PretrainedConfig, folder: Path, trained: bool
+    ) -> None:
         """Use `find`."""
         self._images, self._processor, self._config, self._folder = images, processor, config, folder
+        self._trained, self._dtype = trained, torch.float32
         self._tower: Tower | None = None
+        self._places: Places | None = None
         self.space = VisionSpace()
 
     @classmethod
     def find(cls, corpus: TokenCorpus, recipe: Recipe, spec: ModelSpec) -> Vision | None:
-        """None where the data has no images. Raises UserError for a model whose images cannot be trained on."""
+        """None where the data has no images. Raises UserError for a model whose images cannot be trained on, and where
+        a tower that is to be trained would get none."""
         if corpus.images is None:
+            if spec.vision is not None:
+                raise UserError(
+                    f"model.train_vision: {recipe.model.train_vision}, but the data has no images; set it to none, or "
+                    "use data with images"
+                )
             return None
         require_images(spec.model_type)
         folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
@@ -50,9 +62,10 @@ class Vision:
                 f"model.path: {recipe.model.path} has no processor of images, and the data has images; restore the "
                 "model's folder"
             )
-        vision = cls(corpus.images, processor, spec.config, folder)
+        trained = spec.vision is not None
+        vision = cls(corpus.images, processor, spec.config, folder, trained)
         train, item = recipe.train, DTYPE_BYTES[recipe.train.compute_dtype]
-        sizes = TowerSizes.of(spec.config, item)
+        sizes = TowerSizes.of(spec.config, item, trained)
         tokens = train.global_batch_size * recipe.data.sequence_length
         most = tokens * corpus.images.share(corpus.starts[1:] - corpus.starts[:-1])
         counts = corpus.images.tokens
@@ -65,32 +78,46 @@ class Vision:
             )
         vision.space = VisionSpace(
             whole_chunks=whole,
-            weights_bytes=sizes.weights_bytes,
+            weights_bytes=0 if trained else sizes.weights_bytes,
             work_bytes=sizes.work_bytes(int(counts.max())),
             features_bytes=_STEPS * (round(most * sizes.token_bytes) + tokens * _POSITION_BYTES)
-            + sizes.pixels_bytes(round(most)),
+            + (_STEPS if trained else 1) * sizes.pixels_bytes(round(most)),
         )
         return vision
 
     def open(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Load the tower. Raises UserError where it is not in the model's folder."""
-        self._tower = Tower(self._config, self._folder, device, dtype)
+        """Load the tower, unless it is trained. Raises UserError where it is not in the model's folder."""
+        self._dtype = dtype
+        if self._trained:
+            whole = skeleton.build_whole(self._config)
+            assert whole is not None
+            self._places = Places(whole)
+        else:
+            self._tower = Tower(self._config, self._folder, device, dtype)
 
     def look(self, micro_batches: Sequence[MicroBatch], compute: Compute) -> list[MicroBatch]:
-        """The micro-batches with what the text model is given of their images; `compute` does the tower's work where
-        the device's work is done. Raises UserError where an image of the corpus is damaged."""
-        tower = self._tower
-        assert tower is not None, "the tower is not loaded"
+        """The micro-batches with what the text model is given of their images, or a tower that is trained; `compute`
+        does a frozen tower's work where the device's work is done. Raises UserError where an image of the corpus is
+        damaged."""
         # All that the CPU does comes first: the device may have a step to compute meanwhile.
         documents = [
             [
-                Pictured(start, end, [self._pixels(number) for number in images])
+                Pictured(
+                    start,
+                    end,
+                    [self._pixels(number) for number in images],
+                    [int(self._images.tokens[number]) for number in images],
+                )
                 for start, end, images in stream.pictured
             ]
             for stream in micro_batches
         ]
         if not any(documents):
             return list(micro_batches)
+        if (places := self._places) is not None:
+            return [places.unseen(*each, self._dtype) for each in zip(micro_batches, documents, strict=True)]
+        tower = self._tower
+        assert tower is not None, "the tower is not loaded"
         seen: list[MicroBatch] = compute(lambda: list(map(tower.look, micro_batches, documents)))
         return seen
 

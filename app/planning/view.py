@@ -31,6 +31,8 @@ _POOLS = {
     "layer": "layers",
     "frozen layer": "frozen layers",
     "frozen embedding and head": "frozen tables",
+    "vision tower": "the vision tower",
+    "frozen vision tower": "the frozen part of the vision tower",
     "float32": "parameters kept in float32",
     "edge": "embedding and head",
 }

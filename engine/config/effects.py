@@ -97,6 +97,16 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
         "adapter.method is none; set adapter.method to lora, dora or rslora",
     ),
     (
+        "model.train_vision",
+        lambda r: not r.adapter.is_used,
+        "beside an adapter the model's own parameters are frozen; set adapter.method=none",
+    ),
+    (
+        "model.train_vision",
+        lambda r: r.model.path is not None,
+        "a model without a folder has no processor of images; set model.path",
+    ),
+    (
         "model.frozen_format",
         lambda r: r.adapter.is_used or bool(r.train.freeze),
         "nothing is frozen; set adapter.method to lora, dora or rslora, or freeze matrices with train.freeze",

@@ -47,6 +47,10 @@ class ModelConfig:
     compute: in train.compute_dtype. int8, nf4: quantised as the run begins, to 8.5 or 4.5 bits a value, and dequantised
     to train.compute_dtype where they are computed with. stored: the same for what a folder in MXFP4 or FP8 holds so, to
     4.25 or 8.5 bits a value, with exactly the values that transformers dequantises."""
+    train_vision: Literal["none", "projector", "all"] = "none"
+    """What of the vision tower of a model that takes images is trained beside the text part, on data with images. none:
+    the tower is frozen. projector: the modules that make the text model's vectors. all: the tower too; train.freeze may
+    except parts of it."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Other fields of the transformers config, by their names there, for example {"rms_norm_eps": 1e-5}."""
 

@@ -101,8 +101,13 @@ def collective(cluster: Cluster, nbytes: float) -> Traffic:
 
 
 def require_whole(recipe: Recipe) -> None:
-    """Raise UserError where frozen weights are quantised, or experts in groups: neither is there on several machines or
-    in a DCP checkpoint."""
+    """Raise UserError where the vision tower is trained, frozen weights are quantised, or experts in groups: none of
+    that is there on several machines or in a DCP checkpoint."""
+    if recipe.model.train_vision != "none":
+        raise UserError(
+            f"model.train_vision: {recipe.model.train_vision}, but images are trained on one machine only; set it to "
+            "none for several machines or a DCP checkpoint"
+        )
     if recipe.model.frozen_format != "compute":
         raise UserError(
             f"model.frozen_format: {recipe.model.frozen_format} runs on one machine only; set it to compute in a new "

@@ -29,7 +29,7 @@ BACKWARD = 2
 def matmul_flops(spec: ModelSpec) -> int:
     """Forward FLOPs of all matrix products for one token. Experts, parameters of three dimensions whose first is their
     number, count as often as a token is routed to one."""
-    return sum(block_matmul(spec, block) for block in spec.blocks[1:])
+    return sum(block_matmul(spec, block) for block in spec.blocks if block.inputs)
 
 
 def active_params(spec: ModelSpec) -> int:
@@ -86,7 +86,7 @@ def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
 def model_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
     """FLOPs of forward and backward over documents of these lengths in tokens, padding excluded."""
     lengths = list(lengths)
-    backward = sum(backward_matmul(spec, index) for index in range(1, len(spec.blocks)))
+    backward = sum(backward_matmul(spec, index) for index, block in enumerate(spec.blocks) if block.inputs)
     trained = spec.blocks[spec.lowest_trained :]
     attended = (spec.attention[block.layer] for block in trained if block.layer is not None)
     attention = attention_flops(spec, lengths) + BACKWARD * sum(pair_flops(s, lengths, 1, 1) for s in attended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -114,12 +115,17 @@ def require_tied(folder: Path, config: PretrainedConfig) -> None:
     require_same_twice(reader, ConversionPlan(model, reader), _canonical_names(model))
 
 
-def remarks_on_tensors(folder: Path, config: PretrainedConfig) -> list[str]:
-    """What is to be said of a checkpoint: that it is quantised, and of tensors that are not of the trained model."""
+def remarks_on_tensors(folder: Path, config: PretrainedConfig, trained: Collection[str] = ()) -> list[str]:
+    """What is to be said of a checkpoint: that it is quantised, and of tensors that are not of the trained model.
+    `trained`: parameters of the vision tower that are."""
     reader, model = open_checkpoint(folder), skeleton.build(config)
     unused = ConversionPlan(model, reader).unused
     whole = skeleton.build_whole(config)
-    others = set(unused if whole is None else ConversionPlan(whole, reader).unused)
+    in_whole = None if whole is None else ConversionPlan(whole, reader)
+    others = set(unused if in_whole is None else in_whole.unused)
+    if trained and in_whole is not None:
+        used_too = {n for c in in_whole.conversions if not {*trained}.isdisjoint(c.targets) for n in c.sources}
+        unused = [name for name in unused if name not in used_too]
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ())]
     patterns += [] if whole is None else [*(whole._keys_to_ignore_on_load_unexpected or ())]
     ignored = {name for name in others if any(re.search(pattern, name) for pattern in patterns)}
@@ -188,6 +194,12 @@ class CheckpointLayout:
         model = skeleton.build(spec.config if stored is None else stored)
         self._rows = {param.name: param.shape for param in spec.params}
         self.plan = ConversionPlan(model, reader)
+        self._tower, of_tower = self.plan, list[Conversion]()
+        if spec.vision is not None and (whole := skeleton.build_whole(spec.config)) is not None:
+            own = {param.name for param in spec.params_of(spec.vision)}
+            self._tower = ConversionPlan(whole, reader)
+            of_tower = [c for c in self._tower.conversions if not own.isdisjoint(c.targets)]
+        self._of_tower = {name for conversion in of_tower for name in conversion.sources}
         owner = {
             param.name: block_of(name)
             for name, buffer in spec.buffers.items()
@@ -197,12 +209,13 @@ class CheckpointLayout:
         named = {plain_name(name): name for name in (*owner, *spec.constants)}
         self.canonical = {name: named.get(first, first) for name, first in _canonical_names(model).items()}
         """The model's state-dict name to the name under which the parameter stands in its buffer."""
+        self.canonical |= {target: target for conversion in of_tower for target in conversion.targets}
         self.of_block: dict[str, list[Conversion]] = {block: [] for block in buffers_of_blocks(spec)}
         self.of_constants: list[Conversion] = []
-        self.kept = list(self.plan.unused)
+        self.kept = [name for name in self.plan.unused if name not in self._of_tower]
         """Tensors that training does not change: unused ones and persistent buffers."""
         made: set[str] = set()
-        for conversion in self.plan.conversions:
+        for conversion in (*self.plan.conversions, *of_tower):
             names = [self.canonical[target] for target in conversion.targets]
             blocks = {owner.get(name) for name in names}
             ensure(len(blocks) == 1, f"{conversion.sources} make parameters of several blocks")
@@ -222,6 +235,10 @@ class CheckpointLayout:
                 f"its config.json belongs to another model"
             )
 
+    def plan_of(self, conversion: Conversion) -> ConversionPlan:
+        """Which plan carries it out: that of the text model, or that of the whole model for a trained vision tower."""
+        return self._tower if conversion.sources[0] in self._of_tower else self.plan
+
     @property
     def trained(self) -> list[str]:
         """Names, in the checkpoint, of the tensors that hold parameters."""
@@ -236,13 +253,13 @@ class CheckpointLayout:
         if conversion.exported or conversion.targets == conversion.sources:
             return [(name, *self.reader.tensors[name]) for name in conversion.sources]
         dtype = self.reader.tensors[conversion.sources[0]][0]
-        return [(name, dtype, self.plan.shapes[name]) for name in conversion.targets]
+        return [(name, dtype, self.plan_of(conversion).shapes[name]) for name in conversion.targets]
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes that an export like the checkpoint gives the parameters, by state-dict name."""
         return {
             self.canonical[target]: FLOAT_DTYPES[dtype]
-            for conversion in self.plan.conversions
+            for conversion in itertools.chain(self.of_constants, *self.of_block.values())
             for target in conversion.targets
             if (dtype := self.reader.tensors[conversion.sources[0]][0]) in FLOAT_DTYPES
         }
@@ -270,9 +287,9 @@ class CheckpointLayout:
         tensors = {name: self.reader.read(name) for name in conversion.sources}
         if len({tensor.dtype for tensor in tensors.values()}) > 1:
             tensors = {name: tensor.float() for name, tensor in tensors.items()}
-        made = self.plan.apply(conversion, tensors)
+        made = self.plan_of(conversion).apply(conversion, tensors)
         if conversion.exported:
-            for name, tensor in self.plan.revert(conversion, made).items():
+            for name, tensor in self.plan_of(conversion).revert(conversion, made).items():
                 if not _same_bits(tensor, tensors[name]):
                     raise UserError(
                         f"{self.reader.file(name)}: the change of layout that transformers makes to '{name}' cannot be "
@@ -368,7 +385,7 @@ class _Export:
         def made(block: str, params: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             for conversion in layout.of_block[block]:
                 values = {target: params[layout.canonical[target]] for target in conversion.targets}
-                for name, tensor in layout.plan.revert(conversion, values).items():
+                for name, tensor in layout.plan_of(conversion).revert(conversion, values).items():
                     yield name, self._rounded(name, tensor, dtypes[name])
 
         self._write(tensors, ((name, reader.read(name)) for name in layout.kept), made)

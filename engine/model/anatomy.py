@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import (
     EMBED,
     HEAD,
+    VISION,
     BlockSpec,
     BufferSpec,
     ModelSpec,
@@ -34,6 +35,7 @@ from penstock.engine.model.spec import (
     buffers_of_blocks,
     rotary_tables,
 )
+from penstock.engine.model.tower import Trained, tower_params
 from penstock.engine.model.trace import Trial, layer_shapes, run_trial
 from penstock.engine.model.types import dropouts
 from penstock.engine.optim.groups import nearest
@@ -51,13 +53,15 @@ def take_apart(
     *,
     split_layers: str | None = None,
     frozen_format: str | CheckpointFormat = "compute",
+    train_vision: Literal["none"] | Trained = "none",
 ) -> ModelSpec:
     """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
     `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is
     all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches). `frozen_format`:
     of the layers' matrices that are never trained (ModelConfig.frozen_format), or of those that a checkpoint holds so.
-    Raises UserError for what cannot be trained, and for patterns that fit nothing or leave nothing to be trained.
+    `train_vision`: what of the vision tower is trained (ModelConfig.train_vision); the tower is a block then. Raises
+    UserError for what cannot be trained, and for patterns that fit nothing or leave nothing to be trained.
     """
     refuse_unsupported(config)
     if adapter is not None:
@@ -91,7 +95,13 @@ def take_apart(
             )
         whole = _split_off(whole, prefix, branches, split_layers)
     names = [param.name for params in whole.values() for param in params]
-    stays = _frozen_names(names, freeze) if adapter is None else frozenset(n for n in names if not is_adapter(n))
+    stays = frozenset(n for n in names if not is_adapter(n))
+    if adapter is None:
+        of_tower = frozenset[str]()
+        if train_vision != "none":
+            own, of_tower = tower_params(config, train_vision)
+            whole = {VISION: own} | whole
+        stays = of_tower | _frozen_names([*names, *(p.name for p in whole.get(VISION, ()))], freeze)
     with refused(f"{kind}: transformers cannot build the model in bfloat16", with_type=False):
         float32 = float32_names(model, prefix, names, small, stand_ins)
     structures = _structures(prefix, layers, stays, float32)
@@ -102,7 +112,8 @@ def take_apart(
     else:
         format = frozen_format
     buffers = _split(whole, stays, float32, None if format == "compute" else format, held)
-    blocks = [BlockSpec(EMBED, "embed", _own(EMBED, buffers))]
+    blocks = [BlockSpec(VISION, VISION, _own(VISION, buffers))] if VISION in whole else []
+    blocks.append(BlockSpec(EMBED, "embed", _own(EMBED, buffers)))
     for i in range(len(layers)):
         name = f"layers.{i}"
         blocks.append(BlockSpec(name, "layer", _own(name, buffers), (blocks[-1].name,), layer=i))
@@ -175,7 +186,14 @@ def spec_of_recipe(config: PretrainedConfig, recipe: Recipe) -> ModelSpec:
     """The model taken apart as a run of the recipe trains it."""
     adapter, train = recipe.adapter if recipe.adapter.is_used else None, recipe.train
     split, stored = train.split_layers, frozen_format(recipe.model)
-    spec = take_apart(config, train.freeze, adapter, split_layers=split, frozen_format=stored)
+    spec = take_apart(
+        config,
+        train.freeze,
+        adapter,
+        split_layers=split,
+        frozen_format=stored,
+        train_vision=recipe.model.train_vision,
+    )
     return groups.cut(spec, train.expert_groups or 1)
 
 
@@ -413,14 +431,14 @@ def _split(
     held: frozenset[str] | None,
 ) -> dict[str, BufferSpec]:
     """Flat buffers of the blocks' parameters, of which those in `stays` are frozen and those in `float32` kept so.
-    Frozen ones have `format` where they are a layer's, or part of one, and not vectors alone: tables by token id and
-    what is kept in float32 stay as they are. `held`: plain names of what a checkpoint holds in that, beside which
-    nothing has it."""
+    Frozen ones have `format` where they are a layer's, or part of one, and not vectors alone: tables by token id, the
+    vision tower and what is kept in float32 stay as they are. `held`: plain names of what a checkpoint holds in that,
+    beside which nothing has it."""
     result: dict[str, BufferSpec] = {}
     for block, params in whole.items():
         for sort in _SORTS:
             own = tuple(p for p in params if {"float32": p.name in float32, "frozen": p.name in stays} == sort)
-            matrices = block not in (EMBED, HEAD) and any(len(p.shape) > 1 for p in own)
+            matrices = block not in (VISION, EMBED, HEAD) and any(len(p.shape) > 1 for p in own)
             quantised = matrices and sort["frozen"] and not sort["float32"]
             names = None if held is None else tuple(p.name for p in own if plain_name(p.name) in held)
             form, names = (format, names) if quantised and names != () else (None, None)

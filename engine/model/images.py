@@ -3,14 +3,17 @@ that are added behind its first layers, and positions along time, height and wid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.storage.files.errors import UserError
 
+Pixels = Mapping[str, Tensor]
+"""What a model's processor makes of one image, by the names of the model's arguments."""
 FAMILIES = ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "idefics3", "smolvlm")
 """Model types whose images are proven to give transformers' own gradients (tests/engine/model/test_images.py)."""
 
@@ -27,9 +30,18 @@ def require_images(model_type: str) -> None:
         )
 
 
+class Picture(NamedTuple):
+    """An image that a step's own tower looks at."""
+
+    pixels: Pixels
+    first: int
+    end: int
+    """Its place in the stream's Images.rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Images:
-    """The images of a range of a stream's tokens, in host memory; what they are is the tower's (hf/tower.py)."""
+    """The images of a range of a stream's tokens, in host memory; what they are is the tower's (model/tower.py)."""
 
     rows: Tensor
     """[m] int64, ascending: the tokens that stand for images, counted from the range's first."""
@@ -40,6 +52,10 @@ class Images:
     first."""
     both_ways: Sequence[tuple[int, int]] = ()
     """Of a whole stream: ranges of its tokens that attend in both directions; no chunk may cut one."""
+    gradients: Sequence[Tensor] = ()
+    """Of the features, as backward finds them; empty: the tower is not trained."""
+    pictures: Sequence[Picture] = ()
+    """Of a whole stream whose tower is trained: its images in their order. Forward finds the features."""
 
     def part(self, start: int, end: int) -> Images | None:
         """Those of the tokens from `start` to `end` of the range; None where there are none and none is needed."""
@@ -49,12 +65,18 @@ class Images:
         if first == behind and self.positions is None:
             return None
         positions = None if self.positions is None else self.positions[start:end]
-        return Images(self.rows[first:behind] - start, [each[first:behind] for each in self.features], positions)
+        features, gradients = ([t[first:behind] for t in of_all] for of_all in (self.features, self.gradients))
+        return Images(self.rows[first:behind] - start, features, positions, gradients=gradients)
 
     def pin(self) -> Images:
         """The same in pinned memory, from which copies do not wait for the GPU."""
         positions = None if self.positions is None else self.positions.pin_memory()
-        return Images(self.rows.pin_memory(), [each.pin_memory() for each in self.features], positions, self.both_ways)
+        features, gradients = ([t.pin_memory() for t in of_all] for of_all in (self.features, self.gradients))
+        return replace(self, rows=self.rows.pin_memory(), features=features, positions=positions, gradients=gradients)
+
+    def beginning(self, start: int, end: int) -> list[Picture]:
+        """Of a whole stream's pictures those whose first token is one of those from `start` to `end`."""
+        return [picture for picture in self.pictures if start <= self.rows[picture.first] < end]
 
     def embed(self, x: Tensor) -> None:
         """Put them into x [n, hidden], the first layer's input."""
@@ -68,6 +90,13 @@ class Images:
     def without(self, dx: Tensor) -> Tensor:
         """dx [n, hidden], the gradient of the first layer's input, as it is of the embedding: 0 where an image is."""
         return dx.index_fill(0, self.rows.to(dx.device, non_blocking=True), 0)
+
+    def take(self, number: int, gradient: Tensor) -> None:
+        """Save what a gradient [n, hidden] is of feature `number`: of the first layer's input for 0, of the output of
+        layer 0 for 1, and so on."""
+        if number < len(self.gradients):
+            rows = self.rows.to(gradient.device, non_blocking=True)
+            self.gradients[number].copy_(gradient.index_select(0, rows), non_blocking=True)
 
     def _on(self, x: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Rows and a feature, on the device and in the dtype of x."""

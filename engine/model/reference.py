@@ -24,7 +24,7 @@ from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment, States
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.skeleton import weight_dtype
-from penstock.engine.model.spec import EMBED, HEAD, ModelSpec, depths, layouts
+from penstock.engine.model.spec import EMBED, HEAD, VISION, ModelSpec, depths, layouts
 from penstock.engine.model.tokens import (
     ChunkTokens,
     MicroBatch,
@@ -126,6 +126,17 @@ def forward_backward(
     ranges = [chunk_ranges(stream, None if runner.spec.whole_documents else chunk_tokens) for stream in streams]
     chunks = [chunk for s, cuts in zip(streams, ranges, strict=True) for chunk in _cut(runner, s, cuts, in_pieces)]
 
+    # What images are to the text model, where the vision tower is trained: an image belongs to the chunk in which it
+    # begins, and what is found of it is left in its stream.
+    pictured = [
+        (runner.tower, stream.images, start, end)
+        for stream, of_stream in zip(streams, ranges, strict=True)
+        for start, end in of_stream
+        if runner.tower is not None and stream.images is not None
+    ]
+    for tower, of_stream_images, start, end in pictured:
+        tower.look(_of_block(runner, VISION, weights), of_stream_images, start, end)
+
     # Forward. Every layer's input is saved, and of its attention keys, values, output and log-sum-exp.
     here = _of_block(runner, EMBED, weights)
     hidden = [runner.embed(here, chunk.tokens.ids, chunk.tokens.positions) for chunk in chunks]
@@ -185,9 +196,10 @@ def forward_backward(
         losses[i], hidden[i] = runner.head(here, hidden[i], targets[i], scale, sums, logits_bytes, z_loss=z_loss)
 
     # Backward: a layer's gradient is of its input now, no longer of its output. It ends with the lowest block that is
-    # trained; with nothing frozen that is the embedding.
-    lowest = runner.spec.lowest_trained
-    for layer in range(max(0, lowest - 1), num_layers)[::-1]:
+    # trained; with nothing frozen that is the embedding, or the tower.
+    lowest, embed = runner.spec.lowest_trained, int(runner.spec.vision is not None)
+    above = {n for block in runner.spec.blocks[lowest:] for n in (block.layer, block.branch_of) if n is not None}
+    for layer in sorted(above, reverse=True):
         here, sums = (_of_layer(runner, layer, tensors) for tensors in (weights, gradients))
         behind: States = ()
         recurrent = runner.spec.state_of(layer) is not None
@@ -196,6 +208,8 @@ def forward_backward(
             if layers.balance is not None:
                 layers.balance.watch(chunk.filled, counting=False)
             given, dy = sent[layer][i], hidden[i]
+            if chunk.images is not None:
+                chunk.images.take(layer + 1, dy)
             dsent: Sequence[Tensor] = ()
             for group in reversed(range(runner.branches.groups(layer))):
                 dsent = runner.branches.backward(layer, here, given, dy, sums, group=group, dsent=dsent)
@@ -207,9 +221,15 @@ def forward_backward(
                 continue
             hidden[i] = layers.backward(layer, here, x, dy, chunk.inputs, state, sums, keys=chunk.keys, dsent=dsent)
     here, sums = _of_block(runner, EMBED, weights), _of_block(runner, EMBED, gradients)
-    for i in backwards if lowest == 0 else ():
-        images = chunks[i].images
-        runner.embed_backward(here, chunks[i].tokens, hidden[i] if images is None else images.without(hidden[i]), sums)
+    for i in backwards if lowest <= embed else ():
+        dx, images = hidden[i], chunks[i].images
+        if images is not None:
+            images.take(0, dx)
+            dx = images.without(dx)
+        runner.embed_backward(here, chunks[i].tokens, dx, sums)
+    for tower, of_stream_images, start, end in pictured[::-1] if lowest < embed else ():
+        here, sums = _of_block(runner, VISION, weights), _of_block(runner, VISION, gradients)
+        tower.backward(here, of_stream_images, start, end, sums)
     return mean_by_weight(float(losses.double().sum()), total)
 
 

@@ -20,6 +20,7 @@ from penstock.engine.model.router import RouterBalance, find_router
 from penstock.engine.model.skeleton import LayerCall, Skeleton, Tensors
 from penstock.engine.model.spec import ModelSpec, rotary_threshold
 from penstock.engine.model.tokens import ChunkTokens
+from penstock.engine.model.tower import TowerRunner
 
 
 class ModelRunner:
@@ -63,6 +64,7 @@ class ModelRunner:
         self._skeleton = Skeleton(
             model, device=self.device, dtype=dtype, returns=spec.returns, counting=spec.counts_positions
         )
+        self.tower = None if spec.vision is None else TowerRunner(spec.config, self.device, dtype)
         self._frozen = spec.frozen_params
         self._cross_entropy = loss_terms.CrossEntropy(compile=compile)
         self._logits_cost: loss_terms.LogitsCost | None = None
@@ -136,7 +138,8 @@ class ModelRunner:
             self._skeleton.compact_vocabulary(weights, tokens.distinct) as (compact, tables, padding),
             self._skeleton.bound(compact, self._frozen) as bound,
         ):
-            wanted = _trained(bound)
+            if not (wanted := _trained(bound)):
+                return  # only what is below is trained
             with torch.enable_grad():
                 x = self._skeleton.embed(tokens.row_of, tokens.positions)
             computed = torch.autograd.grad(x, list(wanted.values()), dx, allow_unused=True)

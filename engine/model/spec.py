@@ -13,6 +13,8 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.model.stored import WORD, StoredLayout
 from penstock.storage.tier.layout import FlatLayout, ParamSpec
 
+VISION = "vision"
+"""The vision tower with its projector, where any of it is trained."""
 EMBED = "embed"
 HEAD = "head"
 FROZEN = ".frozen"
@@ -140,7 +142,7 @@ class ModelSpec:
     num_params: int
     """Parameters, shared ones once."""
     blocks: tuple[BlockSpec, ...]
-    """embed, layers.0, layers.1, ..., head."""
+    """embed, layers.0, layers.1, ..., head; before them vision, where that is trained."""
     buffers: dict[str, BufferSpec]
     """Block after block. A parameter that embedding and head share is in a buffer of the embedding only; a block
     without parameters of a sort has no buffer of them."""
@@ -224,6 +226,22 @@ class ModelSpec:
         """Whether a load-balancing loss is trained, with this train.router_aux_loss."""
         return bool(self.router_aux_loss if wanted is None else wanted)
 
+    @property
+    def vision(self) -> BlockSpec | None:
+        """The block of the vision tower, which takes images; None: none of it is trained."""
+        return next((block for block in self.blocks if block.kind == VISION), None)
+
+    def for_texts(self) -> ModelSpec:
+        """The model without its vision tower."""
+        if (vision := self.vision) is None:
+            return self
+        return replace(
+            self,
+            num_params=self.num_params - sum(param.numel for param in self.params_of(vision)),
+            blocks=tuple(block for block in self.blocks if block is not vision),
+            buffers={name: buffer for name, buffer in self.buffers.items() if name not in vision.buffers},
+        )
+
     def all_frozen(self) -> ModelSpec:
         """The model with nothing to train."""
         return replace(self, buffers={name: replace(each, frozen=True) for name, each in self.buffers.items()})
@@ -272,11 +290,11 @@ def buffers_of_blocks(spec: ModelSpec) -> dict[str, list[str]]:
 
 def depths(spec: ModelSpec) -> dict[str, int]:
     """Trained parameter -> layers from the head down to its own: 0 in the head, 1 in the last layer, most in the
-    embedding, whether or not the head shares it."""
+    embedding, whether or not the head shares it, and in the vision tower."""
     layers = len(spec.attention)
     numbers = {block.name: layers - block.layer for block in spec.layers if block.layer is not None}
     numbers |= {block.name: layers - block.branch_of for block in spec.blocks if block.branch_of is not None}
-    numbers |= {spec.blocks[0].name: layers + 1, spec.blocks[-1].name: 0}
+    numbers |= {VISION: layers + 1, EMBED: layers + 1, HEAD: 0}
     return {param.name: numbers[block_of(name)] for name, buffer in spec.trained.items() for param in buffer.params}
 
 

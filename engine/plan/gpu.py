@@ -196,16 +196,22 @@ def with_share(used_bytes: int, share: int) -> int:
 
 
 def _pools(problem: PlanInput) -> dict[str, Pool]:
-    """Buffer -> the slots that it takes: a small embedding or head takes those of the layers."""
+    """Buffer -> the slots that it takes: a small embedding, head or vision tower takes those of the layers."""
     layers = {name for block in problem.blocks if block.of_layer for name in block.buffers}
     most = {False: 0, True: 0}
     """Bytes of the largest layer's buffer of those that are trained and of those that are frozen."""
     for buffer in problem.buffers:
         if buffer.name in layers and not buffer.float32:
             most[buffer.frozen] = max(most[buffer.frozen], buffer.nbytes)
-    return {
-        b.name: "float32" if b.float32 else POOLS[2 * (b.nbytes > most[b.frozen]) + b.frozen] for b in problem.buffers
-    }
+    towers = {name for block in problem.blocks if block.kind == "vision" for name in block.buffers}
+
+    def pool(buffer: BufferShape) -> Pool:
+        if buffer.float32:
+            return "float32"
+        large = buffer.nbytes > most[buffer.frozen]
+        return POOLS[(2 + 2 * (buffer.name in towers)) * large + buffer.frozen]
+
+    return {buffer.name: pool(buffer) for buffer in problem.buffers}
 
 
 def listing(parts: Mapping[str, int]) -> str:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 Tier = Literal["gpu", "ram", "nvme"]
-Pool = Literal["layer", "frozen layer", "embedding and head", "frozen embedding and head", "float32"]
+Pool = Literal[
+    "layer",
+    "frozen layer",
+    "embedding and head",
+    "frozen embedding and head",
+    "vision tower",
+    "frozen vision tower",
+    "float32",
+]
 Checkpointing = Literal["auto", "full", "selective", "none"]
 """What forward saves of a layer for backward: its input; also keys, values, attention's output and log-sum-exp; or all
 that autograd wants, so that nothing is recomputed."""
@@ -50,7 +58,7 @@ BYTES_PER_TOKEN = 7 * 8
 """Device memory of a token in a fetched step, at most: the tensors of engine/model/tokens.py."""
 INPUTS_CACHE_BYTES = 64 * 2**20
 """Rotary tables and the like of recent chunks are kept on the device up to this size; beyond it they are made again."""
-POOLS: tuple[Pool, ...] = ("layer", "frozen layer", "embedding and head", "frozen embedding and head", "float32")
+POOLS: tuple[Pool, ...] = get_args(Pool)
 """Slots on the GPU by what they are for: frozen buffers may be gigabytes beside the megabytes that are trained, and
 float32 ones are kilobytes, whose weights stay there and need no slots."""
 LAYER_POOLS: tuple[Pool, ...] = ("layer", "frozen layer", "float32")

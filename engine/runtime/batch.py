@@ -162,7 +162,7 @@ class BatchCarrier:
         of_streams = [m.images.pin() if m.images is not None and pinned else m.images for m in micro_batches]
         parts = {c.index: i.part(c.start, c.end) for c in cut if (i := of_streams[c.micro_batch]) is not None}
         return {
-            "micro_batches": micro_batches,
+            "micro_batches": [replace(m, images=i) for m, i in zip(micro_batches, of_streams, strict=True)],
             "cut": {chunk.index: chunk for chunk in cut},
             "chunks": {chunk.index: of_chunk for chunk, of_chunk in zip(cut, tokens, strict=True)},
             "images": {index: part for index, part in parts.items() if part is not None},

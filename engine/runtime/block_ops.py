@@ -68,6 +68,23 @@ class BlockOps:
 
     # ------------------------------------------------------------------ blocks
 
+    @handles(a.VISION_FORWARD, a.VISION_EVALUATE)
+    def _look(self, op: Op) -> None:
+        views, chunk, tower = self._views, self._views.chunk(op), self._runner.tower
+        if (images := views.stream_images(op)) is not None and tower is not None:
+            tower.look(views.weights(op), images, chunk.start, chunk.end)
+
+    @handles(a.VISION_BACKWARD)
+    def _look_backward(self, op: Op) -> None:
+        views, chunk, tower = self._views, self._views.chunk(op), self._runner.tower
+        gradients = views.gradients(op)  # zero, where there is no image
+        if (images := views.stream_images(op)) is not None and tower is not None:
+            tower.backward(views.weights(op), images, chunk.start, chunk.end, gradients)
+
+    @handles(a.VISION_GENERATE)
+    def _no_images(self, op: Op) -> None:
+        """Samples are of texts alone."""
+
     @handles(a.EMBED_FORWARD, a.EMBED_EVALUATE)
     def _embed(self, op: Op) -> None:
         views, tokens = self._views, self._views.tokens(op)
@@ -82,6 +99,7 @@ class BlockOps:
         views = self._views
         dx = views.hidden(op.slots[a.DY], views.chunk(op))
         if (images := views.images(op)) is not None:
+            images.take(0, dx)
             dx = images.without(dx)
         self._runner.embed_backward(views.weights(op), views.tokens(op), dx, views.gradients(op))
 

@@ -102,7 +102,7 @@ class LayerOps:
         layer, chunk = self._layer(op)
         shape = self._shape(layer)
         k, v = self._window("kv", shape, chunk.micro_batch)
-        documents, both_ways = self._views.documents(op, chunk), self._views.both_ways(op, chunk)
+        documents, both_ways = self._views.documents(op, chunk), self._views.both_ways(op)
         state = AttentionState(k, v, out, lse, chunk.start, chunk.end, documents, both_ways=both_ways)
         if op.action is a.LAYER_BACKWARD:
             state.dk, state.dv = self._window("dkv", shape, chunk.micro_batch)
@@ -241,8 +241,8 @@ class LayerOps:
 
     @handles(a.LAYER_BACKWARD)
     def _backward(self, op: Op) -> None:
-        views, (layer, chunk) = self._views, self._layer(op)
-        gradients, dy, shape = views.gradients(op), views.hidden(op.slots[a.DY], chunk), self._shapes[layer]
+        views, layer = self._views, self._views.layer(op)
+        gradients, dy, shape = views.gradients(op), self._given_gradient(op), self._shapes[layer]
         self._watch_routers(op)
         if a.SAVED_GRAPH in op.flags:
             dx = self._backward_saved(op, dy, gradients)
@@ -279,6 +279,14 @@ class LayerOps:
         for target, source in zip(handed, dbefore, strict=False):  # nothing, where no document goes on from there
             target.copy_(source)
         return dx
+
+    def _given_gradient(self, op: Op) -> Tensor:
+        """The gradient of a layer's output, of which what was added of images is saved for the vision tower."""
+        layer, chunk = self._layer(op)
+        dy = self._views.hidden(op.slots[a.DY], chunk)
+        if (images := self._views.images(op)) is not None:
+            images.take(layer + 1, dy)
+        return dy
 
     def _hand_down(self, op: Op, dx: Tensor) -> None:
         """The gradient of a layer's input to its slot, unless nothing below is trained."""
@@ -346,7 +354,7 @@ class LayerOps:
             graph = waiting
         else:
             graph = self._layers.graph(*self._operands(op), self._saved(op, shape)[0], save_graph=False)
-        dout = graph.top(weights, views.hidden(op.slots[a.DY], chunk), gradients, views.dsent(op, a.DSENT))
+        dout = graph.top(weights, self._given_gradient(op), gradients, views.dsent(op, a.DSENT))
         gradients.settle()
         assert dout is not None
         assert graph.projection is not None
@@ -378,7 +386,7 @@ class LayerOps:
         # What the layer's tokens may see: its documents, or the blocks that it cuts them into.
         documents = self._layers.documents(layer, self._views.documents(op, chunk), self._plan.window_tokens)
         k, v = self._slot("kv", op, shape)
-        both_ways = self._views.both_ways(op, chunk)
+        both_ways = self._views.both_ways(op)
         return Operands(self._queries(op, shape), k, v, call, chunk.start, keys.start, documents, both_ways)
 
     def _given(self, op: Op, shape: AttentionShape) -> Gradients:

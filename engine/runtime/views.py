@@ -159,14 +159,18 @@ class Views:
     def tokens(self, op: Op) -> ChunkTokens:
         return self.batch(op).chunks[op.index]
 
-    def both_ways(self, op: Op, chunk: Chunk) -> Sequence[tuple[int, int]]:
+    def both_ways(self, op: Op) -> Sequence[tuple[int, int]]:
         """Ranges of the chunk's stream that attend in both directions."""
-        images = self.batch(op).micro_batches[chunk.micro_batch].images
+        images = self.stream_images(op)
         return () if images is None else images.both_ways
 
     def images(self, op: Op) -> Images | None:
         """What there is of images in the op's chunk."""
         return self.batch(op).images.get(op.index)
+
+    def stream_images(self, op: Op) -> Images | None:
+        """What there is of images in the whole stream of the op's chunk."""
+        return self.batch(op).micro_batches[self.chunk(op).micro_batch].images
 
     def layer_inputs(self, op: Op, chunk: Chunk) -> LayerInputs:
         """Arguments of every layer for a chunk, made again where they have been dropped."""

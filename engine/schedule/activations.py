@@ -295,9 +295,10 @@ class ActivationSchedule:
             self.load_window(layer, other)
 
     def _attending_before(self, layer: int) -> int:
-        """The nearest of the blocks before that attends; the first block where none does."""
-        while layer and not self._plan.blocks[layer := self._plan.blocks[layer].inputs[0]].attends:
-            pass
+        """The nearest of the blocks before that attends; the embedding where none does."""
+        while inputs := self._plan.blocks[layer].inputs:
+            if self._plan.blocks[layer := inputs[0]].attends:
+                break
         return layer
 
     # ------------------------------------------------------------------ keys and values, streamed

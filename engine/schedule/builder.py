@@ -256,7 +256,7 @@ class ScheduleBuilder:
         if task.mode == "backward":
             kinds = self._plan.blocks[block.sent_to or layer].saved_inputs
         if task.mode == "backward":
-            of_output = self._plan.blocks[self._next[layer]].input_kinds
+            of_output = self._plan.blocks[self._next[layer]].input_kinds if layer in self._next else ()
             kinds = (*(() if has_graph else kinds), *(GRADIENT_OF[kind] for kind in of_output))
         for kind in kinds:
             loaded[kind] = self._activations.load(kind, task.mode, layer, chunk)
@@ -321,7 +321,7 @@ class ScheduleBuilder:
         """Which activations a task makes, and of which block: inputs of the one that the pass visits next, or the
         gradients of an input's output where that has a backward."""
         block = self._plan.blocks[task.layer]
-        if task.mode in ONWARD and task.following is not None:
+        if task.mode in ONWARD and task.following is not None and task.following == self._next.get(task.layer):
             following = self._plan.blocks[task.following]
             # What a layer sends is there already for all of its branches but the first.
             kinds = following.input_kinds if following.sent_to is None else (a.X,)

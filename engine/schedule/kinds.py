@@ -21,7 +21,7 @@ WITH_GRADIENTS: frozenset[Mode] = frozenset({"loss", "backward"})
 
 KINDS: dict[str, dict[Mode, a.Action]] = {
     kind: {mode: a.ACTIONS[name] for mode in get_args(Mode) if (name := f"{kind}_{mode}") in a.ACTIONS}
-    for kind in ("embed", "layer", "head", *BRANCHES)
+    for kind in ("vision", "embed", "layer", "head", *BRANCHES)
 }
 """Kind of block -> mode -> what computes the block whole: the action of both names."""
 KINDS["head"]["loss"] = a.HEAD

@@ -72,6 +72,8 @@ CASES = (
     Case('model.added_tokens=["<new>"]', ("adapter.method=lora",), ()),
     Case('model.added_tokens=["<new>"]', ("data.source=random",), _TEXT),
     Case("model.frozen_format=nf4", (), ("adapter.method=lora",)),
+    Case("model.train_vision=all", ("adapter.method=lora", *_FOLDER), _FOLDER),
+    Case("model.train_vision=projector", (), _FOLDER),
     Case("train.expert_groups=2", (), ("train.split_layers=experts",)),
     Case(
         "train.skip_idle_experts=true",

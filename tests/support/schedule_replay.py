@@ -159,7 +159,9 @@ class Replay:
             taken = () if has_graph else self.plan.blocks[self._saver(number)].saved_inputs
         for kind in taken:
             self._wants(r.activation(kind, op.slots[kind]), self._content(kind, op), op)
-        if backward:
+        tower = shape.kind == "vision"  # what it finds is in its batch, not in slots
+        assert tower == (following is None and shape.kind != "head")
+        if backward and not tower:
             assert following is not None
             for kind in self.plan.blocks[following].input_kinds:
                 gradient = GRADIENT_OF[kind]
@@ -187,7 +189,7 @@ class Replay:
             if not has_graph:
                 self._wants(r.activation(a.SAVED, op.slots[a.SAVED]), self._content("saved", op), op)
         batch = (op.step, op.batch)
-        if op.action in (a.HEAD_SCORE, a.HEAD_EVALUATE, a.HEAD_GENERATE):
+        if op.action in (a.HEAD_SCORE, a.HEAD_EVALUATE, a.HEAD_GENERATE) or tower:
             assert a.OUT not in op.slots
         elif op.action.phase in ("forward", "evaluate", "generate"):
             assert following is not None

@@ -51,6 +51,7 @@ def problem(
     kept: frozenset[int] = frozenset(),
     quantised: bool = False,
     skips: bool = False,
+    vision: bool = False,
     **more: Any,
 ) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
@@ -60,8 +61,9 @@ def problem(
     have those as a block of their own, or in so many `groups`;
     those in `recurrent` carry a state, and attend as well where the window is whole; heads of those in `wide` are twice
     as wide. `quantised`: of layers and experts what is frozen. `skips`: groups that nothing is sent to are skipped.
+    `vision`: the first block is a tower.
     """
-    blocks = [BlockShape(name="embed", kind="embed", buffers=("embed",))]
+    blocks = [BlockShape(name=name, kind=name, buffers=(name,)) for name in ("vision", "embed")[not vision :]]
     whole = more.get("kv_window", SIZES["kv_window"]) == "whole"
     for i in range(layers):
         times = 2 if i in wide else 1
@@ -112,7 +114,7 @@ def problem(
     blocks.append(
         BlockShape(name="head", kind="head", buffers=shared, inputs=(len(blocks) - 1,), matmul_flops_per_token=flops)
     )
-    sizes = {"embed": edge * 2048} | {block.name: 4 * 2048 for block in blocks[1:-1]}
+    sizes = {block.name: (4 if block.inputs else edge) * 2048 for block in blocks[:-1]}
     if own_head:
         sizes["head"] = 2048 if tied else edge * 2048
     # Groups of a layer's experts are alike.
@@ -194,6 +196,7 @@ BOTH = {
     "halves": some_blocks,
     "kept": some_blocks,
     "quantised": st.booleans(),
+    "vision": st.booleans(),
 }
 general = st.builds(
     problem,

@@ -7,6 +7,7 @@ the optimizer and is gone with the update.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from penstock.tui.data.fields import number, objects, text, whole
 KINDS = ("weights", "state", "gradient")
 Kind = Literal["weights", "state", "gradient"]
 
-_OUTER = "embedding and head"
-"""Pool of the slots of what is no layer."""
+_OUTER, _TOWER = "embedding and head", "vision tower"
+"""Pools of the slots of what is no layer."""
 _FROZEN = "frozen "
 """Begins the pools of what is never trained."""
 NOWHERE = ""
@@ -79,11 +80,10 @@ class BlockLocations:
             known = self._num_bytes.get(block, 0.0)
             self._num_bytes[block] = None if size is None or known is None else known + size
         slots = {}
-        for kind in ("", _FROZEN):
-            slots[kind + "layer"] = whole(plan, "weight_slots", kind + "layer") or 0
-            slots[kind + _OUTER] = whole(plan, "weight_slots", kind + _OUTER) or 0
+        for kind, pool in itertools.product(("", _FROZEN), ("layer", _OUTER, _TOWER)):
+            slots[kind + pool] = whole(plan, "weight_slots", kind + pool) or 0
         self._slots = {pool: max(1, count) for pool, count in slots.items()}
-        self._outer_pools = {pool for pool, count in slots.items() if count and pool.endswith(_OUTER)}
+        self._outer_pools = {pool for pool, count in slots.items() if count and not pool.endswith("layer")}
         self._on_gpu: dict[str, OrderedDict[str, None]] = {pool: OrderedDict() for pool in slots}
         """Weights in slots, by pool, oldest first."""
         self._location: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
@@ -123,7 +123,7 @@ class BlockLocations:
 
     def _pool(self, block: str) -> str:
         kind = _FROZEN if self._frozen[block] else ""
-        outer = kind + _OUTER
+        outer = kind + (_TOWER if block == "vision" else _OUTER)
         return kind + "layer" if block.startswith("layers.") or outer not in self._outer_pools else outer
 
     def _take_slot(self, block: str) -> None:

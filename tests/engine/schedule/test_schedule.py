@@ -29,11 +29,25 @@ from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import evaluation, sampling, training
 
-FORWARDS = {a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM, *a.BRANCH_FORWARD.values()}
-TRAINS = FORWARDS | {a.HEAD, a.LAYER_BACKWARD, a.LAYER_BACKWARD_BOTTOM, *a.BRANCH_BACKWARD.values(), a.EMBED_BACKWARD}
+FORWARDS = {a.VISION_FORWARD, a.EMBED_FORWARD, a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM, *a.BRANCH_FORWARD.values()}
+TRAINS = FORWARDS | {
+    a.VISION_BACKWARD,
+    a.HEAD,
+    a.LAYER_BACKWARD,
+    a.LAYER_BACKWARD_BOTTOM,
+    *a.BRANCH_BACKWARD.values(),
+    a.EMBED_BACKWARD,
+}
 """What takes a chunk through a block to its output, in a step; in a validation:"""
-EVALUATES = {a.EMBED_EVALUATE, a.LAYER_EVALUATE, a.LAYER_EVALUATE_BOTTOM, *a.BRANCH_EVALUATE.values(), a.HEAD_EVALUATE}
-GENERATES = {a.EMBED_GENERATE, a.LAYER_GENERATE, *a.BRANCH_GENERATE.values(), a.HEAD_GENERATE}
+EVALUATES = {
+    a.VISION_EVALUATE,
+    a.EMBED_EVALUATE,
+    a.LAYER_EVALUATE,
+    a.LAYER_EVALUATE_BOTTOM,
+    *a.BRANCH_EVALUATE.values(),
+    a.HEAD_EVALUATE,
+}
+GENERATES = {a.VISION_GENERATE, a.EMBED_GENERATE, a.LAYER_GENERATE, *a.BRANCH_GENERATE.values(), a.HEAD_GENERATE}
 validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3))
 """Step after which a validation is made -> micro-batches of its passes, as far as a step has so many."""
 Documents = list[list[int]]
@@ -359,6 +373,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "a state from chunk to chunk": ({"recurrent": frozenset({0, 2}), "gpu_budget": 1}, PlanOptions()),
     "a state from chunk to chunk on NVMe": (SCARCE | {"recurrent": frozenset({0, 1})}, PlanOptions()),
     "halves frozen, quantised": (SCARCE | {"halves": frozenset({1, 2}), "quantised": True}, PlanOptions()),
+    "a vision tower, in groups, with samples": (SAMPLES | SCARCE | {"vision": True}, PlanOptions(group=1)),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(offloaded_graphs="all")),
 }
 """Problems and choices in which every action has its place."""
