@@ -67,8 +67,10 @@ def check_images(config: PretrainedConfig, *, pieces: bool = False) -> float:
         constants = {name: buffer for name, buffer in whole.named_buffers() if name in spec.constants}
         runner = ModelRunner(spec, device="cpu", dtype=torch.float32, constants=constants)
         streams = [_stream(places, document) for document in documents]
-        chunk = _UNCUT if any(stream.images.both_ways for stream in streams if stream.images) else _CHUNK
+        images = [stream.images for stream in streams if stream.images is not None]
+        chunk = _UNCUT if any(each.both_ways for each in images) else _CHUNK
         streamed, gradients = streamed_gradients(runner, parameters, streams, chunk, pieces)
+        gradients |= _of_features([each.gradients for each in images])
     errors = relative_errors(gradients, expected) | {"loss": abs(streamed - loss) / abs(loss)}
     worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= TOLERANCE:
@@ -97,15 +99,22 @@ def _document(config: PretrainedConfig, image_id: int) -> _Document:
 def _stream(places: Places, document: _Document) -> MicroBatch:
     stream = MicroBatch.of([document.ids], [document.labels])
     pictured = Pictured(0, len(document.ids), [{"image_grid_thw": grid[None]} for grid in document.grids])
-    return replace(stream, images=places.images(stream, [pictured], document.features))
+    images = places.images(stream, [pictured], document.features)
+    return replace(stream, images=replace(images, gradients=[torch.zeros_like(each) for each in document.features]))
+
+
+def _of_features(gradients: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+    """What a trained tower goes backward from, by number, of the documents' gradients of their features."""
+    return {f"features {number}": torch.cat(each) for number, each in enumerate(zip(*gradients, strict=True))}
 
 
 def _plain(whole: PreTrainedModel, spec: ModelSpec, documents: Sequence[_Document]) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss and the text part's gradients by transformers alone, a document at a time."""
+    """Mean loss, and the gradients of the text part and of the features, by transformers alone, a document at a
+    time."""
     accepts = inspect.signature(whole.forward).parameters
     places, total = Places(whole), sum(int((d.labels != IGNORE_LABEL).sum()) for d in documents)
-    loss = torch.zeros(())
-    for ids, labels, features, grids in documents:
+    loss, given_features = torch.zeros(()), [[f.clone().requires_grad_() for f in d.features] for d in documents]
+    for (ids, labels, _, grids), features in zip(documents, given_features, strict=True):
         each = [list(part.chunk(2)) for part in features]
         stacked: Any = each[0] if "image_grid_thw" in accepts or spec.model_type == "llava" else torch.stack(each[0])
         given: dict[str, Any] = {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=stacked)}}
@@ -119,7 +128,9 @@ def _plain(whole: PreTrainedModel, spec: ModelSpec, documents: Sequence[_Documen
         loss = loss + functional.cross_entropy(logits, labels, ignore_index=IGNORE_LABEL, reduction="sum") / total
     loss.backward()
     named, zero = _parameters(whole, spec), torch.zeros(())
-    return loss.item(), {n: zero.expand(p.shape) if p.grad is None else p.grad for n, p in named.items()}
+    gradients = {n: zero.expand(p.shape) if p.grad is None else p.grad for n, p in named.items()}
+    of_features = [[zero.expand(f.shape) if f.grad is None else f.grad for f in each] for each in given_features]
+    return loss.item(), gradients | _of_features(of_features)
 
 
 def _parameters(whole: PreTrainedModel, spec: ModelSpec) -> dict[str, Tensor]:

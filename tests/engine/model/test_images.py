@@ -1,5 +1,6 @@
-"""Images in the data: the text model's gradients are those of plain transformers' whole model, its tower frozen."""
+"""Images in the data: the gradients are those of plain transformers' whole model, its tower frozen or trained."""
 
+import itertools
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from penstock.engine.hf.tower import Pictured, Tower, TowerSizes
+from penstock.engine.hf.tower import Pictured, Places, Tower, TowerSizes
 from penstock.engine.image_check import check_images
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.images import BOTH_WAYS, Images
 from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
+from penstock.engine.model.tower import TowerRunner
 from penstock.engine.self_check import relative_errors, streamed_gradients
 from penstock.storage.files.errors import UserError
 
@@ -28,12 +31,17 @@ LAYOUTS = {
     "text only": [[(30, [])]],
 }
 """Micro-batches of documents: tokens of text, and sizes of images, which go between them."""
+OTHERS = ("in the middle", "text only")
+"""Layouts of which a few families stand for all."""
 
 
 class Case(NamedTuple):
     whole: PreTrainedModel
     tower: Tower
     streams: list[MicroBatch]
+    """With what the tower finds of their images."""
+    unseen: list[MicroBatch]
+    """With the images alone, for a tower that is trained."""
     documents: list[tuple[Tensor, Tensor, list[dict[str, Tensor]]]]
     """ids, labels, and what the processor makes of its images."""
 
@@ -45,18 +53,21 @@ def make(folder: Path, family: str, layout: list[list[tuple[int, list[int]]]]) -
         parameter.data.normal_(std=0.1)
     whole.save_pretrained(folder)
     tower = Tower(whole.config, folder, torch.device("cpu"), torch.float32)
-    streams, documents = [], []
+    places = Places(whole)
+    streams, unseen, documents = [], [], []
     for micro_batch in layout:
         made = [document(family, *each) for each in micro_batch]
-        stream = MicroBatch.of([ids for ids, _, _ in made], [labels for _, labels, _ in made])
+        stream = MicroBatch.of([ids for ids, *_ in made], [labels for _, labels, *_ in made])
         ends = [*stream.documents, len(stream.ids)]
-        pictured = [Pictured(ends[i], ends[i + 1], images) for i, (_, _, images) in enumerate(made) if images]
+        pictured = [Pictured(ends[i], ends[i + 1], *each[2:]) for i, each in enumerate(made) if each[2]]
         streams.append(tower.look(stream, pictured))
-        documents += made
-    return Case(whole, tower, streams, documents)
+        unseen.append(places.unseen(stream, pictured, torch.float32))
+        documents += [each[:3] for each in made]
+    return Case(whole, tower, streams, unseen, documents)
 
 
-def document(family: str, tokens: int, sizes: list[int]) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
+def document(family: str, tokens: int, sizes: list[int]) -> tuple[Tensor, Tensor, list[dict[str, Tensor]], list[int]]:
+    """ids, labels, its images, and how many tokens stand for each."""
     images = [pixels_of(family, size) for size in sizes]
     parts = [*torch.randint(3, 80, (tokens,)).chunk(len(sizes) + 1)]
     for number, (_, count) in reversed([*enumerate(images)]):
@@ -64,7 +75,7 @@ def document(family: str, tokens: int, sizes: list[int]) -> tuple[Tensor, Tensor
     ids = torch.cat(parts)
     labels = torch.cat([ids[1:], torch.tensor([IGNORE_LABEL])])
     labels[labels == IMAGE] = IGNORE_LABEL
-    return ids, labels, [pixels for pixels, _ in images]
+    return ids, labels, [pixels for pixels, _ in images], [count for _, count in images]
 
 
 def cuts(case: Case, chunk: int) -> bool:
@@ -82,7 +93,7 @@ def chunk_of(case: Case) -> int:
 
 
 def plain(case: Case, family: str) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the text part by transformers alone."""
+    """Loss and gradients by transformers alone."""
     total = sum(int((labels != IGNORE_LABEL).sum()) for _, labels, _ in case.documents)
     loss = torch.zeros(())
     for ids, labels, images in case.documents:
@@ -137,6 +148,68 @@ def test_the_streamed_pass_has_them_too(tmp_path: Path, family: str, pieces: boo
     assert max(errors.values()) < 1e-5, errors
 
 
+def trained(case: Case, spec: ModelSpec, pieces: bool) -> tuple[float, dict[str, Tensor], float, dict[str, Tensor]]:
+    """Loss and gradients of what is trained: by the step in plain words, and by a pass of the engine."""
+    runner = ModelRunner(spec, device="cpu", dtype=torch.float32)
+    parameters = {name: p.detach() for name, p in parameters_of(case.whole).items()}
+    weights, chunk = in_buffers(spec, parameters), chunk_of(case)
+    names = {param.name for buffer in spec.trained.values() for param in buffer.params}
+    gradients = in_buffers(spec, {name: torch.zeros_like(weights[name]) for name in names})
+    loss = forward_backward(runner, weights, gradients, case.unseen, chunk, 1 << 14, in_pieces=pieces)
+    return loss, gradients, *streamed_gradients(runner, parameters, case.unseen, chunk, pieces)
+
+
+def require_gradients(case: Case, family: str, spec: ModelSpec, pieces: bool = False) -> dict[str, Tensor]:
+    """Both ways of computing a step have transformers' gradients; where keys and values are whole, the same bits."""
+    loss, expected = plain(case, family)
+    in_words, gradients, streamed, found = trained(case, spec, pieces)
+    assert in_words == pytest.approx(loss, rel=1e-6)
+    assert streamed == pytest.approx(loss, rel=1e-6)
+    assert found.keys() == gradients.keys()
+    zero = torch.zeros(())
+    expected = {name: expected.get(name, zero.expand(each.shape)) for name, each in gradients.items()}
+    for each in (gradients, found):
+        errors = relative_errors(each, expected)
+        assert max(errors.values()) < 1e-5, errors
+    assert pieces or all(torch.equal(found[name], gradients[name]) for name in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*((family, "two, and text only") for family in FAMILIES), *itertools.product(["llava", "qwen3_vl"], OTHERS)],
+)
+def test_a_trained_tower_has_transformers_gradients(tmp_path: Path, family: str, layout: str) -> None:
+    case = make(tmp_path, family, LAYOUTS[layout])
+    spec = take_apart(case.whole.config, train_vision="all")
+    assert {param.name for param in spec.params} == parameters_of(case.whole).keys()
+    found = require_gradients(case, family, spec)
+    tower = [param.name for param in spec.params_of(spec.blocks[0])]
+    assert any(found[name].any() for name in tower) == (layout != "text only")
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_it_has_them_where_keys_and_values_are_streamed(tmp_path: Path, family: str) -> None:
+    case = make(tmp_path, family, LAYOUTS["two, and text only"])
+    require_gradients(case, family, take_apart(case.whole.config, train_vision="all"), pieces=True)
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen3_vl", "idefics3"])
+def test_the_projector_can_be_trained_alone(tmp_path: Path, family: str) -> None:
+    """Beside a text part that is trained and beside one that is frozen, as when a new projector is learnt."""
+    case = make(tmp_path, family, LAYOUTS["two, and text only"])
+    spec = take_apart(case.whole.config, train_vision="projector")
+    own = {param.name for param in spec.params_of(spec.blocks[0], trained=True)}
+    assert own
+    assert spec.blocks[0].buffers == ("vision", "vision.frozen")
+    require_gradients(case, family, spec)
+    text = [param.name for param in take_apart(case.whole.config).params]
+    alone = take_apart(case.whole.config, text, train_vision="projector")
+    assert [*alone.trained] == ["vision"]
+    case.whole.zero_grad()
+    assert require_gradients(case, family, alone).keys() == own
+
+
 class Live(TorchDispatchMode):
     """The most bytes that tensors made inside it have at once."""
 
@@ -182,7 +255,26 @@ def test_the_self_check_of_images_passes(family: str, pieces: bool) -> None:
     assert check_images(config_of(family), pieces=pieces) <= 1e-4
 
 
-@pytest.mark.parametrize("mistake", ["add", "embed", "without"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_does_a_trained_one(tmp_path: Path, family: str) -> None:
+    case = make(tmp_path, family, LAYOUTS["text only"])
+    spec, sizes = take_apart(case.whole.config, train_vision="all"), TowerSizes.of(config_of(family), 4, trained=True)
+    runner = TowerRunner(spec.config, torch.device("cpu"), torch.float32)
+    weights = {name: p.detach() for name, p in parameters_of(case.whole).items() if name in runner.sites}
+    sums, places = {name: torch.zeros_like(weight) for name, weight in weights.items()}, Places(case.whole)
+    for size in (1, 3, 8):
+        pixels, tokens = pixels_of(family, size)
+        stream = MicroBatch.of([torch.full((tokens,), IMAGE)])
+        images = places.unseen(stream, [Pictured(0, tokens, [pixels], [tokens])], torch.float32).images
+        assert images is not None
+        with Live() as live:
+            runner.look(weights, images, 0, tokens)
+            runner.backward(weights, images, 0, tokens, sums)
+        assert live.peak <= sizes.work_bytes(tokens)
+        assert sum(each.nbytes for each in (*images.features, *images.gradients)) == tokens * sizes.token_bytes
+
+
+@pytest.mark.parametrize("mistake", ["add", "embed", "without", "take"])
 def test_the_self_check_of_images_finds_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     monkeypatch.setattr(Images, mistake, lambda self, *given: given[-1])
     with pytest.raises(UserError, match=r"self-check of images of model type 'qwen3_vl' failed"):
