@@ -13,11 +13,13 @@ from image_models import COLOURS, make_image_model, write_image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from penstock.engine.config import DataConfig, ModelConfig
+from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, SamplesConfig
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.text.images import ImageProcessor
 from penstock.engine.export import export
+from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.images import BOTH_WAYS
+from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
 
 STEPS = 60
@@ -52,11 +54,12 @@ def rows(folder: Path) -> Path:
     return path
 
 
-def sections(origin: Path, path: Path, steps: int = STEPS) -> dict[str, Any]:
+def sections(origin: Path, path: Path, steps: int = STEPS, vision: str = "none") -> dict[str, Any]:
     data = DataConfig(source="messages", path=str(path), sequence_length=96, packing="best_fit")
     chunk_tokens = None if origin.name in BOTH_WAYS else 32
     train = tiny.training(steps=steps, global_batch_size=3, chunk_tokens=chunk_tokens, lr=1e-1)
-    return {"model": ModelConfig(path=str(origin)), "data": data, "train": train, "storage": tiny.storage()}
+    model: Any = {"path": str(origin), "train_vision": vision}
+    return {"model": ModelConfig(**model), "data": data, "train": train, "storage": tiny.storage()}
 
 
 def test_it_learns_what_is_in_an_image_and_the_export_tells(tmp_path: Path, origin: Path) -> None:
@@ -91,12 +94,73 @@ def answer(folder: Path, image: Path) -> str:
     return str(processor.tokenizer.decode(made, skip_special_tokens=True))
 
 
+def of_tower(name: str) -> bool:
+    return "vision" in name or "visual" in name
+
+
+def of_projector(name: str) -> bool:
+    return "projector" in name or "merger" in name
+
+
+@pytest.mark.parametrize("vision", ["projector", "all"])
+def test_a_trained_tower_is_exported_as_it_is_in_the_run(tmp_path: Path, origin: Path, vision: str) -> None:
+    """What is trained has moved and is the run's master; what is not is as it was, bit by bit."""
+    run, observer = sections(origin, rows(tmp_path), steps=6, vision=vision), tiny.Silent()
+    tiny.train_run(tmp_path / "run", observer, **run)
+    assert observer.metrics[-1].loss < observer.metrics[0].loss
+    assert "vision tower" not in observer.plan["tiers"]["gpu"]["parts"], "it is among the blocks"
+    (model,) = (message for message in observer.messages if message.startswith("model: "))
+    assert ("are trained" in model) == (vision == "projector")
+    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (origin, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert all(name in moved for name in before if of_projector(name))
+    assert any(of_tower(name) and not of_projector(name) for name in moved) == (vision == "all")
+    spec = take_apart(AutoModelForImageTextToText.from_pretrained(origin).config, train_vision=vision)
+    with closing(NvmeStore.open(tmp_path / "run" / "state")) as store:
+        masters = tiny.parameters(store, spec)
+    loaded = dict(AutoModelForImageTextToText.from_pretrained(tmp_path / "out").named_parameters())
+    tower = [param.name for param in spec.params_of(spec.blocks[0])]
+    assert all(torch.equal(loaded[name], masters[name]) for name in tower)
+
+
+def test_in_bfloat16_the_frozen_part_of_a_tower_is_exported_as_it_was(tmp_path: Path, origin: Path) -> None:
+    run = sections(origin, rows(tmp_path), steps=2, vision="projector")
+    run["train"] = replace(run["train"], compute_dtype="bfloat16")
+    tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
+    export(tmp_path / "run", tiny.recipe(**run), out_dir=tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (origin, tmp_path / "out"))
+    assert all(
+        torch.equal(before[name], after[name]) != of_projector(name)
+        for name in before
+        if of_tower(name) or of_projector(name)
+    )
+
+
+def test_a_resumed_run_goes_on_with_its_tower(tmp_path: Path, origin: Path) -> None:
+    """Memory is so scarce that the tower is streamed from NVMe."""
+    run = sections(origin, rows(tmp_path), steps=4, vision="all")
+    run |= {"budgets": BudgetConfig(gpu="least", ram="least")}
+    tiny.train_run(tmp_path / "straight", observer := tiny.Silent(), **run)
+    assert {block["state"] for block in observer.plan["blocks"] if not block["frozen"]} == {"nvme"}
+    tiny.train_run(tmp_path / "run", tiny.Silent(stop_after=2), **run)
+    tiny.train_run(tmp_path / "run", tiny.Silent(), resume=True, **run)
+    spec = take_apart(AutoModelForImageTextToText.from_pretrained(origin).config, train_vision="all")
+    states = []
+    for name in ("straight", "run"):
+        with closing(NvmeStore.open(tmp_path / name / "state")) as store:
+            states.append(tiny.parameters(store, spec))
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
 WAYS: list[dict[str, Any]] = [{"activation_checkpointing": "none"}, {"activation_checkpointing": "full"}]
 WAYS += [{"kv_window": "streamed"}, {"micro_batch_size": 3}]
 
 
-def test_however_it_is_computed_it_is_the_same_step(tmp_path: Path, origin: Path) -> None:
-    run = sections(origin, rows(tmp_path), steps=2)
+@pytest.mark.parametrize("vision", ["none", "all"])
+def test_however_it_is_computed_it_is_the_same_step(tmp_path: Path, origin: Path, vision: str) -> None:
+    run = sections(origin, rows(tmp_path), steps=2, vision=vision)
     found = []
     for number, way in enumerate([{}, *WAYS]):
         observer = tiny.Silent()
@@ -120,6 +184,31 @@ def test_a_resumed_run_sees_the_same_images(tmp_path: Path, origin: Path) -> Non
         with closing(NvmeStore.open(tmp_path / name / "state")) as store:
             states.append(tiny.parameters(store, spec))
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_validation_sees_the_tower_of_its_step(tmp_path: Path, origin: Path) -> None:
+    """Nothing but the tower is trained, so that what changes comes of it alone. Samples, of texts, pass it by."""
+    run, observer = sections(origin, rows(tmp_path), steps=2, vision="all"), tiny.Silent()
+    text = [param.name for param in take_apart(AutoModelForImageTextToText.from_pretrained(origin).config).params]
+    run["train"] = replace(run["train"], validate_every=1, validate_first=True, freeze=text)
+    run["data"] = replace(run["data"], validation_documents=3)
+    samples = SamplesConfig(every=1, prompts=["colour?"], tokens=2)
+    tiny.train_run(tmp_path / "run", observer, **run, samples=samples)
+    assert len({metrics.loss for metrics in observer.validations}) == 3
+    assert len({str(each.samples) for each in observer.samples}) == 1
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path, origin: Path) -> None:
+    run = sections(origin, rows(tmp_path), steps=2, vision="projector")
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "texts.jsonl").write_text(lines[-1] + "\n")
+    texts = run | {"data": replace(run["data"], path=str(tmp_path / "texts.jsonl"))}
+    with pytest.raises(UserError, match=r"model\.train_vision: projector, but the data has no images; set it to none"):
+        tiny.train_run(tmp_path / "texts", tiny.Silent(), **texts)
+    tiny.train_run(tmp_path / "run", tiny.Silent(), **run)
+    other = run | {"model": replace(run["model"], train_vision="all")}
+    with pytest.raises(UserError, match=r"model\.train_vision: all in the recipe, projector in the run"):
+        tiny.train_run(tmp_path / "run", tiny.Silent(), resume=True, **other)
 
 
 def test_the_tokens_are_those_of_the_models_processor(tmp_path: Path, origin: Path) -> None:
