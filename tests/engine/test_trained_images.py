@@ -1,6 +1,7 @@
 """Fine-tuning a vision-language model on rows with images, from the file to the exported folder."""
 
 import json
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.engine.data.text.images import ImageProcessor
 from penstock.engine.export import export
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.images import BOTH_WAYS
+from penstock.engine.run_files import INPUTS
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
 
@@ -209,6 +211,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path, origin: Path) -> None:
     other = run | {"model": replace(run["model"], train_vision="all")}
     with pytest.raises(UserError, match=r"model\.train_vision: all in the recipe, projector in the run"):
         tiny.train_run(tmp_path / "run", tiny.Silent(), resume=True, **other)
+    # As where a run has been downloaded, without its model's weights.
+    small = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(origin, tmp_path / "run" / INPUTS / "model", ignore=small)
+    lost = replace(tiny.recipe(**run), model=replace(run["model"], path=str(tmp_path / "lost")))
+    with pytest.raises(UserError, match=r"lost is missing here, and the vision tower, which is trained"):
+        export(tmp_path / "run", lost, out_dir=tmp_path / "out")
 
 
 def test_the_tokens_are_those_of_the_models_processor(tmp_path: Path, origin: Path) -> None:
