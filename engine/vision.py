@@ -80,6 +80,7 @@ class Vision:
             whole_chunks=whole,
             weights_bytes=0 if trained else sizes.weights_bytes,
             work_bytes=sizes.work_bytes(int(counts.max())),
+            flops_per_token=round(sizes.token_flops * counts.sum() / len(corpus.tokens)) if trained else 0,
             features_bytes=_STEPS * (round(most * sizes.token_bytes) + tokens * _POSITION_BYTES)
             + (_STEPS if trained else 1) * sizes.pixels_bytes(round(most)),
         )

@@ -47,6 +47,20 @@ def learned(blocks: tuple[BlockShape, ...], graph_bytes: Mapping[str, int]) -> t
     )
 
 
+def with_tower(blocks: tuple[BlockShape, ...], spec: ModelSpec, flops_per_token: int) -> tuple[BlockShape, ...]:
+    """The blocks with what a trained vision tower computes forward for each token of a step."""
+    if (vision := spec.vision) is None:
+        return blocks
+    trained, total = (sum(p.numel for p in spec.params_of(vision, trained=only)) for only in (True, False))
+    frozen = flops_per_token - flops_per_token * trained // total
+    return tuple(
+        replace(block, matmul_flops_per_token=flops_per_token, frozen_flops_per_token=frozen)
+        if block.name == vision.name
+        else block
+        for block in blocks
+    )
+
+
 def most_prompt_tokens(samples: SamplesConfig) -> tuple[int, ...]:
     """About the most tokens that prompts can have, before there is a tokenizer: one a byte, and what goes around."""
     around = TEMPLATE_TOKENS if samples.chat else 1

@@ -19,6 +19,7 @@ from penstock.engine.forecast.problem import (
     most_prompt_tokens,
     retained_generations,
     temporaries_bytes,
+    with_tower,
 )
 from penstock.engine.forecast.search import SearchResult, search
 from penstock.engine.machine.budgets import Budgets
@@ -103,10 +104,12 @@ class PlanRequest:
             device_type=self.device_type,
             deterministic=train.deterministic,
         )
+        compiled = self.device_type == "cuda" and train.compile != "off"
         return PlanInput(
-            blocks=learned(
-                block_shapes(spec, train.compute_dtype, compiled=self.device_type == "cuda" and train.compile != "off"),
-                self.graph_bytes or {},
+            blocks=with_tower(
+                learned(block_shapes(spec, train.compute_dtype, compiled=compiled), self.graph_bytes or {}),
+                spec,
+                self.vision.flops_per_token,
             ),
             buffers=buffers,
             hidden_size=spec.hidden_size,

@@ -125,6 +125,8 @@ class TowerSizes(NamedTuple):
     """What the processor makes of a patch."""
     token_patches: int
     """Patches of an image for each of its tokens."""
+    token_flops: int
+    """Forward FLOPs of its matrix products for each token that stands for a part of an image, about."""
     gradient_bytes: int
     """Of what backward finds before it is added to the sums; 0: it is frozen."""
 
@@ -134,7 +136,7 @@ class TowerSizes(NamedTuple):
         whole, vision = skeleton.build_whole(config), config.vision_config
         assert whole is not None
         text = text_modules(whole)
-        own = (p for part in whole.modules() if id(part) not in text for p in part.parameters(recurse=False))
+        own = [p for part in whole.modules() if id(part) not in text for p in part.parameters(recurse=False)]
         weights_bytes = sum(p.numel() for p in own) * item
         width = getattr(vision, "embed_dim", vision.hidden_size)
         inner = getattr(vision, "intermediate_size", None) or round(width * vision.mlp_ratio)
@@ -155,6 +157,7 @@ class TowerSizes(NamedTuple):
             patch_bytes=held * item + 2 * pixels,
             patch_pixels_bytes=pixels,
             token_patches=round(merged**2),
+            token_flops=round(merged**2) * sum(2 * p.numel() for p in own if p.dim() > 1),
             gradient_bytes=weights_bytes if trained else 0,
         )
 

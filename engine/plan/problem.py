@@ -204,6 +204,8 @@ class VisionSpace:
     """Of the tower's weights, which stay on the GPU."""
     work_bytes: int = 0
     """What the tower takes beside them for one image; no other op runs then."""
+    flops_per_token: int = 0
+    """Forward FLOPs of a trained tower's matrix products, about, for each token of a step, be it of an image or not."""
     features_bytes: int = 0
     """RAM of what the text model is given of the images of the steps on their way."""
     whole_chunks: bool = False

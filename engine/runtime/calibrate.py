@@ -57,6 +57,8 @@ BESIDE = ("h2d", "d2h", "optimizer")
 UPDATE_NUMEL = 1 << 22
 COPY_BYTES = 1 << 26
 _TILE = 1 << 20
+_UNTIMED = (a.VISION_FORWARD, a.VISION_BACKWARD)
+"""Ops whose work depends on images, of which the first batch has none yet."""
 _ENDS_FORWARD = (a.LAYER_FORWARD, a.LAYER_FORWARD_BOTTOM)
 
 
@@ -175,6 +177,8 @@ def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iter
     """The compute ops of a step on chunks of full length."""
     tasks: dict[tuple[str, int], dict[str, list[Op]]] = {}
     for op in ScheduleBuilder(plan).ops(training(plan, 1, documents=documents)):
+        if op.action in _UNTIMED:
+            continue
         if op.lane == "compute" and op.index != WHOLE and costs.tokens(op) == plan.max_chunk_tokens:
             passes = tasks.setdefault((op.block, op.index), {"forward": [], "recompute": [], "backward": []})
             # A pass through a streamed window ends with the layer's last op; what comes after it is recomputed.

@@ -113,14 +113,14 @@ _FORWARD = Work(matmul=1)
 _LOOKS_UP = Work(looks_up=True)
 _BACKWARD = Work(matmul=1, gradients=1, recompute=True, sums_gradients=True, fresh_gradients=True)
 VISION_FORWARD = _compute(
-    "vision_forward", "forward", "looks at the images that begin in a chunk", _LOOKS_UP, reads=_WEIGHTS
+    "vision_forward", "forward", "looks at the images that begin in a chunk", _FORWARD, reads=_WEIGHTS
 )
 VISION_EVALUATE = _evaluation(VISION_FORWARD)
 VISION_BACKWARD = _compute(
     "vision_backward",
     "backward",
     "adds the vision tower's gradients",
-    Work(looks_up=True, sums_gradients=True),
+    replace(_BACKWARD, fresh_gradients=False),
     reads=_WEIGHTS,
     adds=(r.GPU_GRADIENT,),
 )
@@ -264,7 +264,7 @@ def _sampling(forward: Action, says: str, writes: tuple[str, ...], *adds: str) -
     return _compute(name, "generate", f"{says}, for samples", work, reads=reads, writes=writes, adds=adds)
 
 
-VISION_GENERATE = _sampling(VISION_FORWARD, "has no images to look at", ())
+VISION_GENERATE = _compute("vision_generate", "generate", "has no images to look at", _LOOKS_UP, reads=_WEIGHTS)
 EMBED_GENERATE = _sampling(EMBED_FORWARD, EMBED_FORWARD.says, (r.GPU_HIDDEN,))
 LAYER_GENERATE = _sampling(LAYER_FORWARD, LAYER_FORWARD.says, (r.GPU_HIDDEN, r.GPU_SENT), r.GPU_SAMPLE_KV)
 BRANCH_GENERATE = {kind: _sampling(action, action.says, (r.GPU_HIDDEN,)) for kind, action in BRANCH_FORWARD.items()}
