@@ -63,7 +63,7 @@ class TrainConfig:
     layer_lr_decay: float = 1.0
     """Factor on the learning rate from each layer to the one below it, applied on top of train.lr_groups. The head and
     the final norm use train.lr, the last layer train.lr times this factor, the layer below it times its square, and so
-    on. The embedding has the lowest rate, also if it is tied to the head."""
+    on. The embedding has the lowest rate, also if it is tied to the head, and so has a vision tower that is trained."""
     freeze: list[str] = field(default_factory=list)
     """Patterns of names of parameters that are not trained, for example ["*embed_tokens*", "*.layers.[0-3].*"]. They
     take no master weights, moments, gradients or writes."""
