@@ -218,6 +218,13 @@ def test_micro_batches_that_do_not_divide(llama3_8b: ModelSpec) -> None:
         cluster_forecast(llama3_8b, recipe(8192, 64, 2, compute_dtype="float32"), parse_cluster("2x8"))
 
 
+def test_a_trained_vision_tower_is_for_one_machine(llama3_8b: ModelSpec) -> None:
+    work = recipe(8192, 64, 2)
+    work = replace(work, model=replace(work.model, path="model", train_vision="all"))
+    with pytest.raises(UserError, match=r"model\.train_vision: all, but images are trained on one machine only"):
+        cluster_forecast(llama3_8b, work, parse_cluster("2x8"))
+
+
 def trained_recipes(folder: Path) -> dict[str, Recipe]:
     """Everything that decides what is trained on what, a few things at a time."""
     chat = make_chat_model(folder / "chat-model")
