@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.engine.model import skeleton
-from penstock.engine.model.images import Images, Pixels, require_images
+from penstock.engine.model.images import FAMILIES, Images, Pixels
 from penstock.engine.model.skeleton import Tensors
 from penstock.storage.files.errors import UserError
 from penstock.storage.tier.layout import ParamSpec
@@ -115,8 +115,12 @@ class TowerRunner:
 
 def tower_params(config: PretrainedConfig, trained: Trained) -> tuple[tuple[ParamSpec, ...], frozenset[str]]:
     """The parameters of a model's vision tower and projector, by their names in the whole model, and names of those
-    that are never trained. UserError for a model whose images cannot be trained on, or that has no projector apart."""
-    require_images(config.model_type)
+    that are never trained. UserError for a model whose tower cannot be trained, or that has no projector apart."""
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"model.train_vision: {trained}, but it is supported for {', '.join(FAMILIES)} only, not for model type "
+            f"'{config.model_type}'; set it to none"
+        )
     whole = skeleton.build_whole(config)
     assert whole is not None
     text = text_modules(whole)

@@ -11,7 +11,7 @@ from image_models import FAMILIES, IMAGE, ROOM, config_of, pixels_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
 from penstock.engine.hf.tower import Pictured, Places, Tower, TowerSizes
 from penstock.engine.image_check import check_images
@@ -21,7 +21,7 @@ from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
-from penstock.engine.model.tower import TowerRunner
+from penstock.engine.model.tower import TowerRunner, tower_params
 from penstock.engine.self_check import relative_errors, streamed_gradients
 from penstock.storage.files.errors import UserError
 
@@ -208,6 +208,14 @@ def test_the_projector_can_be_trained_alone(tmp_path: Path, family: str) -> None
     assert [*alone.trained] == ["vision"]
     case.whole.zero_grad()
     assert require_gradients(case, family, alone).keys() == own
+
+
+def test_a_tower_that_is_not_known_is_refused() -> None:
+    for config in (CONFIG_MAPPING["llama"](), CONFIG_MAPPING["mistral3"]()):
+        with pytest.raises(
+            UserError, match=r"model\.train_vision: all, but it is supported for llava, .* set it to none"
+        ):
+            tower_params(config, "all")
 
 
 class Live(TorchDispatchMode):
