@@ -115,7 +115,8 @@ class TowerRunner:
 
 def tower_params(config: PretrainedConfig, trained: Trained) -> tuple[tuple[ParamSpec, ...], frozenset[str]]:
     """The parameters of a model's vision tower and projector, by their names in the whole model, and names of those
-    that are never trained. UserError for a model whose tower cannot be trained, or that has no projector apart."""
+    that are never trained, which are those that no image reaches as well. UserError for a model whose tower cannot be
+    trained, or that has no projector apart."""
     if config.model_type not in FAMILIES:
         raise UserError(
             f"model.train_vision: {trained}, but it is supported for {', '.join(FAMILIES)} only, not for model type "
@@ -133,9 +134,24 @@ def tower_params(config: PretrainedConfig, trained: Trained) -> tuple[tuple[Para
     ]
     params = tuple(ParamSpec(name=n, shape=tuple(p.shape), decay=p.dim() > 1) for n, p in named)
     stays = frozenset(n for n, _ in named if trained == "projector" and _PROJECTORS.isdisjoint(n.split(".")))
+    stays |= _unreached(whole, dict(named))
     if len(stays) == len(params):
         raise UserError(f"model.train_vision: model type '{config.model_type}' has no projector apart; set it to all")
     return params, stays
+
+
+def _unreached(whole: PreTrainedModel, named: Mapping[str, nn.Parameter]) -> set[str]:
+    """Of a tower on meta the parameters that what it finds of an image does not depend on: the layers behind the one
+    that is read, a head that pools. Towers that take more than the pixels of an image have none."""
+    get_features: Any = cast(Any, whole).get_image_features
+    if not {"image_grid_thw", "pixel_attention_mask"}.isdisjoint(inspect.signature(get_features).parameters):
+        return set()
+    size = whole.config.vision_config.image_size
+    found = get_features(pixel_values=torch.empty(1, 3, size, size, device="meta"), return_dict=True).pooler_output
+    outputs = [found] if isinstance(found, Tensor) else list(found)
+    given = [torch.empty_like(output) for output in outputs]
+    gradients = torch.autograd.grad(outputs, list(named.values()), given, allow_unused=True)
+    return {name for name, gradient in zip(named, gradients, strict=True) if gradient is None}
 
 
 def text_modules(whole: PreTrainedModel) -> set[int]:

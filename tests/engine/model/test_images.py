@@ -184,8 +184,11 @@ def test_a_trained_tower_has_transformers_gradients(tmp_path: Path, family: str,
     spec = take_apart(case.whole.config, train_vision="all")
     assert {param.name for param in spec.params} == parameters_of(case.whole).keys()
     found = require_gradients(case, family, spec)
-    tower = [param.name for param in spec.params_of(spec.blocks[0])]
-    assert any(found[name].any() for name in tower) == (layout != "text only")
+    tower = spec.params_of(spec.blocks[0])
+    reached = {param.name for param in tower if parameters_of(case.whole)[param.name].grad is not None}
+    own = {param.name for param in spec.params_of(spec.blocks[0], trained=True)}
+    assert reached == (set() if layout == "text only" else own)
+    assert any(found[name].any() for name in own) == (layout != "text only")
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
