@@ -1,4 +1,4 @@
-"""The compute ops of embedding and head, the spills of activations, and what is found out once a step."""
+"""The compute ops of vision tower, embedding and head, the spills of activations, and what is found out once a step."""
 
 from __future__ import annotations
 

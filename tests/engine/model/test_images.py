@@ -197,6 +197,11 @@ def test_it_has_them_where_keys_and_values_are_streamed(tmp_path: Path, family: 
     require_gradients(case, family, take_apart(case.whole.config, train_vision="all"), pieces=True)
 
 
+def test_it_has_them_beside_experts_that_are_blocks_of_their_own(tmp_path: Path) -> None:
+    case = make(tmp_path, "qwen3_vl_moe", LAYOUTS["two, and text only"])
+    require_gradients(case, "qwen3_vl_moe", take_apart(case.whole.config, split_layers="experts", train_vision="all"))
+
+
 @pytest.mark.parametrize("family", ["llava", "gemma3", "qwen3_vl", "idefics3"])
 def test_the_projector_can_be_trained_alone(tmp_path: Path, family: str) -> None:
     """Beside a text part that is trained and beside one that is frozen, as when a new projector is learnt."""
