@@ -1,5 +1,5 @@
-"""Every recipe with what its plan for its own machine uses, on a small model, and hybrids of layers that attend and
-layers that carry a state: the losses, norms and weights of the CPU,
+"""Every recipe with what its plan for its own machine uses, on a small model, hybrids of layers that attend and layers
+that carry a state, and idle experts: the losses, norms and weights of the CPU,
 no two accesses of memory that nothing orders, and under random delays of all streams and lanes the same bits."""
 
 import functools
@@ -141,11 +141,26 @@ def hybrid(model_type: str, overrides: dict[str, Any], **budgets: Any) -> Shape:
     return Shape({"m": model, "d": tiny.data(packing="best_fit", validation_documents=4), "t": t, **budgets})
 
 
-HYBRIDS = {
+def idle_experts() -> Shape:
+    """A mixture of which each step leaves groups of experts idle, which are skipped."""
+    overrides = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    few = tiny.training(
+        steps=STEPS, global_batch_size=2, split_layers="experts", expert_groups=4, skip_idle_experts=True,
+        validation_sequences=2, validate_every=STEPS, deterministic=True,
+    )  # fmt: skip
+    model, data = (
+        tiny.model(model_type="qwen3_moe", overrides=overrides),
+        tiny.data(sequence_length=4, validation_documents=4),
+    )
+    return Shape({"m": model, "d": data, "t": few, "gpu": tiny.FLOOR, "ram": tiny.FLOOR, "group": 1})
+
+
+OTHERS = {
+    "idle experts": idle_experts,
     "qwen3_next": lambda: hybrid("qwen3_next", tiny.HYBRID, gpu=tiny.FLOOR, ram=tiny.FLOOR),
     "falcon_h1": lambda: hybrid("falcon_h1", tiny.FALCON, gpu=tiny.FLOOR),
 }
-SHAPES = {path.stem: functools.partial(shape_of, path) for path in RECIPES} | HYBRIDS
+SHAPES = {path.stem: functools.partial(shape_of, path) for path in RECIPES} | OTHERS
 
 
 @pytest.mark.parametrize("name", SHAPES)

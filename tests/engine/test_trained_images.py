@@ -1,6 +1,5 @@
 """Fine-tuning a vision-language model on rows with images, from the file to the exported folder."""
 
-import json
 import shutil
 from contextlib import closing
 from dataclasses import replace
@@ -10,11 +9,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from image_models import COLOURS, make_image_model, write_image
+from image_models import COLOURS, make_image_model
+from image_runs import rows, sections
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, SamplesConfig
+from penstock.engine.config import BudgetConfig, SamplesConfig
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.text.images import ImageProcessor
 from penstock.engine.export import export
@@ -23,8 +23,6 @@ from penstock.engine.model.images import BOTH_WAYS
 from penstock.engine.run_files import INPUTS
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
-
-STEPS = 60
 
 
 @pytest.fixture(scope="module", params=["llava", "gemma3", "qwen3_vl"])
@@ -35,33 +33,6 @@ def origin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module", params=["idefics3"])
 def tiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_image_model(tmp_path_factory.mktemp("model") / request.param, request.param)
-
-
-def rows(folder: Path) -> Path:
-    """Conversations about an image, about two, and without one, in both layouts."""
-    for colour in COLOURS:
-        write_image(folder / f"{colour}.png", colour, (8, 8) if colour == "red" else (16, 8))
-    lines: list[dict[str, Any]] = []
-    for colour in COLOURS:
-        answer = {"role": "assistant", "content": f"It is {colour}."}
-        question = {"role": "user", "content": "<image>What colour is it?"}
-        lines.append({"messages": [question, answer], "images": [f"{colour}.png"]})
-        parts = [{"type": "image"}, {"type": "text", "text": "What colour is it?"}]
-        lines.append({"messages": [{"role": "user", "content": parts}, answer], "images": [f"{colour}.png"]})
-    two = {"role": "user", "content": "<image> or <image>?"}
-    lines.append({"messages": [two, {"role": "assistant", "content": "blue"}], "images": ["red.png", "blue.png"]})
-    lines.append({"messages": [{"role": "user", "content": "colour?"}, {"role": "assistant", "content": "What?"}]})
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def sections(origin: Path, path: Path, steps: int = STEPS, vision: str = "none") -> dict[str, Any]:
-    data = DataConfig(source="messages", path=str(path), sequence_length=96, packing="best_fit")
-    chunk_tokens = None if origin.name in BOTH_WAYS else 32
-    train = tiny.training(steps=steps, global_batch_size=3, chunk_tokens=chunk_tokens, lr=1e-1)
-    model: Any = {"path": str(origin), "train_vision": vision}
-    return {"model": ModelConfig(**model), "data": data, "train": train, "storage": tiny.storage()}
 
 
 def test_it_learns_what_is_in_an_image_and_the_export_tells(tmp_path: Path, origin: Path) -> None:
