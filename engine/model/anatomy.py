@@ -18,6 +18,7 @@ from penstock.engine.branches.base import Sent, find_branch
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.model import adapters, groups, skeleton
 from penstock.engine.model.adapters import BASE, is_adapter, plain_name
+from penstock.engine.model.buffers import branches_apart, make_buffers, own_buffers
 from penstock.engine.model.checkpoint_format import CheckpointFormat, frozen_format
 from penstock.engine.model.float32 import float32_names
 from penstock.engine.model.graph_size import find_graph_bytes
@@ -28,10 +29,8 @@ from penstock.engine.model.spec import (
     HEAD,
     VISION,
     BlockSpec,
-    BufferSpec,
     ModelSpec,
     block_of,
-    buffer_name,
     buffers_of_blocks,
     rotary_tables,
 )
@@ -93,7 +92,7 @@ def take_apart(
                 f"adapter.targets: '{beside}' is beside {branch.says}, which train.split_layers makes a block of its "
                 "own, without an adapter; leave these targets out, or set train.split_layers=none"
             )
-        whole = _split_off(whole, prefix, branches, split_layers)
+        whole = branches_apart(whole, prefix, branches, split_layers)
     names = [param.name for params in whole.values() for param in params]
     stays = frozenset(n for n in names if not is_adapter(n))
     if adapter is None:
@@ -111,17 +110,17 @@ def take_apart(
             format, held = frozen_format.name, frozen_format.names(_build(config))
     else:
         format = frozen_format
-    buffers = _split(whole, stays, float32, None if format == "compute" else format, held)
-    blocks = [BlockSpec(VISION, VISION, _own(VISION, buffers))] if VISION in whole else []
-    blocks.append(BlockSpec(EMBED, "embed", _own(EMBED, buffers)))
+    buffers = make_buffers(whole, stays, float32, None if format == "compute" else format, held)
+    blocks = [BlockSpec(VISION, VISION, own_buffers(VISION, buffers))] if VISION in whole else []
+    blocks.append(BlockSpec(EMBED, "embed", own_buffers(EMBED, buffers)))
     for i in range(len(layers)):
         name = f"layers.{i}"
-        blocks.append(BlockSpec(name, "layer", _own(name, buffers), (blocks[-1].name,), layer=i))
+        blocks.append(BlockSpec(name, "layer", own_buffers(name, buffers), (blocks[-1].name,), layer=i))
         if split_layers is not None and branches[i] is not None:
             block = f"{name}.{split_layers}"
-            blocks.append(BlockSpec(block, split_layers, _own(block, buffers), (name,), branch_of=i))
-    lent = [b for b in _own(EMBED, buffers) if any(param.name in shared for param in buffers[b].params)]
-    blocks.append(BlockSpec(HEAD, "head", (*_own(HEAD, buffers), *lent), (blocks[-1].name,)))
+            blocks.append(BlockSpec(block, split_layers, own_buffers(block, buffers), (name,), branch_of=i))
+    lent = [b for b in own_buffers(EMBED, buffers) if any(param.name in shared for param in buffers[b].params)]
+    blocks.append(BlockSpec(HEAD, "head", (*own_buffers(HEAD, buffers), *lent), (blocks[-1].name,)))
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     constants = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in parameters}
     length_dependent = _length_dependent(model)
@@ -419,56 +418,9 @@ def _joined(
     return tuple(tuple(group) for group in result if len(group) > 1)
 
 
-_SORTS = tuple({"float32": float32, "frozen": frozen} for float32 in (False, True) for frozen in (False, True))
-"""Of a block's buffers, in their order."""
-
-
-def _split(
-    whole: dict[str, tuple[ParamSpec, ...]],
-    stays: frozenset[str],
-    float32: frozenset[str],
-    format: str | None,
-    held: frozenset[str] | None,
-) -> dict[str, BufferSpec]:
-    """Flat buffers of the blocks' parameters, of which those in `stays` are frozen and those in `float32` kept so.
-    Frozen ones have `format` where they are a layer's, or part of one, and not vectors alone: tables by token id, the
-    vision tower and what is kept in float32 stay as they are. `held`: plain names of what a checkpoint holds in that,
-    beside which nothing has it."""
-    result: dict[str, BufferSpec] = {}
-    for block, params in whole.items():
-        for sort in _SORTS:
-            own = tuple(p for p in params if {"float32": p.name in float32, "frozen": p.name in stays} == sort)
-            matrices = block not in (VISION, EMBED, HEAD) and any(len(p.shape) > 1 for p in own)
-            quantised = matrices and sort["frozen"] and not sort["float32"]
-            names = None if held is None else tuple(p.name for p in own if plain_name(p.name) in held)
-            form, names = (format, names) if quantised and names != () else (None, None)
-            result[buffer_name(block, **sort)] = BufferSpec(own, **sort, format=form, quantised=names)
-    return {name: buffer for name, buffer in result.items() if buffer.params}
-
-
 def _outside(names: Sequence[str], branch: str | None) -> list[str]:
     """Those of a layer's modules that are not part of its branch."""
     return [name for name in names if branch is None or not f"{name}.".startswith(f"{branch}.")]
-
-
-def _split_off(
-    whole: dict[str, tuple[ParamSpec, ...]], prefix: str, branches: Sequence[str | None], kind: str
-) -> dict[str, tuple[ParamSpec, ...]]:
-    """Block -> its parameters, those of modules in `branches` in blocks of their own."""
-    result: dict[str, tuple[ParamSpec, ...]] = {}
-    own = {f"layers.{i}": f"{prefix}.{i}.{name}." for i, name in enumerate(branches) if name is not None}
-    for block, params in whole.items():
-        start = own.get(block)
-        if start is None:
-            result[block] = params
-            continue
-        result[block] = tuple(param for param in params if not param.name.startswith(start))
-        result[f"{block}.{kind}"] = tuple(param for param in params if param.name.startswith(start))
-    return result
-
-
-def _own(block: str, buffers: dict[str, BufferSpec]) -> tuple[str, ...]:
-    return tuple(name for sort in _SORTS if (name := buffer_name(block, **sort)) in buffers)
 
 
 def _build(config: PretrainedConfig, adapter: AdapterConfig | None = None) -> PreTrainedModel:
