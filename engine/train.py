@@ -137,7 +137,7 @@ def train(
         idle = session.runtime.idle
         if idle is not None and (share := idle.share_used) is not None:
             observer.on_message(
-                f"experts: {share:.1%} of their groups were needed in a step; the others were not moved or updated"
+                f"experts: {share:.1%} of their groups were needed in a step; nothing of the others was moved"
             )
         result.drives = _drives(session, result.steps_done)
     return result

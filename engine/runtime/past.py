@@ -19,6 +19,7 @@ from penstock.engine.machine.compilers import optimizer_compiles
 from penstock.engine.model.spec import ModelSpec, depths, layouts
 from penstock.engine.optim.base import MASTER, Mode, Optimizer, UpdateRange, find_optimizer
 from penstock.engine.optim.groups import lr_factors, with_factors
+from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import is_whole
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.arena import empty_aligned
@@ -85,8 +86,16 @@ class StateReader:
     """Any thread may call it."""
 
     def __init__(self, store: NvmeStore, spec: ModelSpec, train: TrainConfig) -> None:
-        """`spec` and `train`: of the run, whose learning rates by group may have been others."""
-        fields = store.meta.get("fields", {})
+        """`spec` and `train`: of the run, whose learning rates by group may have been others. Raises UserError where
+        the generation does not say what it lacks."""
+        trained = {array.buffer for array in store.arrays() if array.kind == MASTER}
+        if not is_record(store.meta) or not trained >= Past.of(store.meta).as_of.keys():
+            raise UserError(
+                f"{store.root / 'manifest.json'}: does not say how far its experts have been updated; restore it from "
+                "a copy, or resume from a checkpoint"
+            )
+        fields = store.meta.get("fields")
+        fields = fields if isinstance(fields, dict) else {}
         of_groups = {name: fields.get(f"train.{name}", getattr(_DEFAULTS, name)) for name in _OF_GROUPS}
         self.store, self._spec, self._train, self._layouts = store, spec, replace(train, **of_groups), layouts(spec)
         self._past = Past.of(store.meta)

@@ -19,7 +19,7 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.runtime import idle as idle_module
 from penstock.engine.runtime.idle import Idle
-from penstock.engine.runtime.past import KEY
+from penstock.engine.runtime.past import KEY, is_record
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -179,6 +179,28 @@ def test_what_is_needed_is_there(
     for op in in_some_order(ops_of(plan, validated), chance):
         run.perform(op, turns)
     assert not run.waiting, "each gradient has been applied"
+
+
+ROW = [0.1, 0.9, 0.95, 1e-8, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("record", "good"),
+    [
+        ({"as_of": {"layers.0.experts.1": 1}, "scalars": [[2, *ROW], [3, *ROW]]}, True),
+        ({"as_of": {"layers.0.experts.1": 1}, "scalars": [[3, *ROW]]}, False),
+        ({"as_of": {"layers.0.experts.1": 1}, "scalars": [[2, *ROW], [3, *ROW[1:]]]}, False),
+        ({"as_of": {"layers.0.experts.1": 1}, "scalars": [[2, *ROW], [3, *ROW[1:], "0"]]}, False),
+        ({"as_of": {"layers.0.experts.1": 3}, "scalars": []}, False),
+        ({"as_of": {"layers.0.experts.1": -1}, "scalars": [[0, *ROW], [1, *ROW], [2, *ROW], [3, *ROW]]}, False),
+        ({"as_of": {}, "scalars": []}, False),
+        ({"as_of": ["layers.0.experts.1"], "scalars": []}, False),
+        ({"as_of": {"layers.0.experts.1": 2}}, False),
+        ([], False),
+    ],
+)
+def test_a_record_is_told_from_what_is_none(record: Any, good: bool) -> None:
+    assert is_record({"step": 3, KEY: record}) == good
 
 
 ONE: dict[str, Any] = {"layers": 1, "experts": frozenset({0}), "groups": 2, "skips": True}
