@@ -11,11 +11,10 @@ from penstock.engine.hf.conversion import Conversion
 from penstock.engine.hf.quantised import DequantisingReader
 from penstock.engine.hf.weights import CheckpointLayout
 from penstock.engine.model import groups
+from penstock.engine.model.checkpoint_format import OTHERS
 from penstock.engine.model.spec import block_of
 from penstock.engine.model.stored import FORMATS, SCALES
 from penstock.storage.files.errors import UserError
-
-_ADVICE = "set int8, nf4 or compute"
 
 
 def require_stored(layout: CheckpointLayout) -> None:
@@ -75,5 +74,5 @@ def _formats(layout: CheckpointLayout) -> dict[str, str | None]:
 
 def _refusal(layout: CheckpointLayout, source: str, why: str) -> UserError:
     return UserError(
-        f"model.frozen_format: stored, but {layout.reader.file(source)}: tensor '{source}' {why}; {_ADVICE}"
+        f"model.frozen_format: stored, but {layout.reader.file(source)}: tensor '{source}' {why}; {OTHERS}"
     )

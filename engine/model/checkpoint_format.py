@@ -20,7 +20,8 @@ from penstock.storage.files.untrusted import one_line, parse_object
 
 FIELD = "quantization_config"
 """Of a config.json."""
-_OTHERS = "set int8, nf4 or compute"
+OTHERS = "set int8, nf4 or compute"
+"""What a folder that cannot be trained so is answered with."""
 
 
 class CheckpointFormat(NamedTuple):
@@ -62,24 +63,24 @@ def frozen_format(model: ModelConfig) -> str | CheckpointFormat:
     if model.path is None or not (path := Path(model.path).expanduser()).exists():
         raise UserError(
             f"model.frozen_format: stored, but there is no model folder at model.path ({model.path}); name one, or "
-            f"{_OTHERS}"
+            f"{OTHERS}"
         )
     file, content = read_config_file(path)
     values = quantisation(parse_object(content))
     if not values:
-        raise UserError(f"model.frozen_format: stored, but the weights of {file} are not quantised; {_OTHERS}")
+        raise UserError(f"model.frozen_format: stored, but the weights of {file} are not quantised; {OTHERS}")
     method = values.get("quant_method") if isinstance(values, dict) else values
     if method not in ("mxfp4", "fp8"):
         raise UserError(
             f"model.frozen_format: stored, but the weights of {file} are quantised as {one_line(method, 40)}; only "
-            f"MXFP4 and FP8 stay as they are; {_OTHERS}"
+            f"MXFP4 and FP8 stay as they are; {OTHERS}"
         )
     result = CheckpointFormat(method, values)
     size = getattr(result.quantizer().quantization_config, "weight_block_size", None)
     if size is not None and size[1] % FORMATS[method].block:
         raise UserError(
             f"model.frozen_format: stored, but the weights of {file} have a scale for every {size[1]} columns "
-            f"(weight_block_size), not for a multiple of {FORMATS[method].block}; {_OTHERS}"
+            f"(weight_block_size), not for a multiple of {FORMATS[method].block}; {OTHERS}"
         )
     return result
 

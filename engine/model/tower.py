@@ -42,7 +42,7 @@ class TowerRunner:
         self.device, self.dtype = device, dtype
         self._hidden_size = int(config.get_text_config(decoder=True).hidden_size)
         text = text_modules(whole)
-        own = [(name, part) for name, part in whole.named_modules() if id(part) not in text]
+        own = _own_modules(whole)
         for _, model in reversed(own):  # a tower initialises its own; before parameters, which that sets too
             if isinstance(model, PreTrainedModel):
                 parts = [(name, part) for name, part in model.named_modules() if id(part) not in text]
@@ -52,12 +52,7 @@ class TowerRunner:
                 # Backward has the inputs of all layers, and what one of them computes.
                 run: Any = partial(checkpoint, part.forward, use_reentrant=False, preserve_rng_state=False)
                 part.forward = run
-        self.sites = {
-            f"{name}.{key}".removeprefix("."): (part, key)
-            for name, part in own
-            for key, parameter in part._parameters.items()
-            if parameter is not None
-        }
+        self.sites = _sites(own)
         self._get_features = cast(Any, whole.get_image_features)
         self._accepts = inspect.signature(self._get_features).parameters.keys()
 
@@ -124,17 +119,10 @@ def tower_params(config: PretrainedConfig, trained: Trained) -> tuple[tuple[Para
         )
     whole = skeleton.build_whole(config)
     assert whole is not None
-    text = text_modules(whole)
-    named = [
-        (f"{name}.{key}".removeprefix("."), parameter)
-        for name, part in whole.named_modules()
-        if id(part) not in text
-        for key, parameter in part._parameters.items()
-        if parameter is not None
-    ]
-    params = tuple(ParamSpec(name=n, shape=tuple(p.shape), decay=p.dim() > 1) for n, p in named)
-    stays = frozenset(n for n, _ in named if trained == "projector" and _PROJECTORS.isdisjoint(n.split(".")))
-    stays |= _unreached(whole, dict(named))
+    named = {name: part.get_parameter(key) for name, (part, key) in _sites(_own_modules(whole)).items()}
+    params = tuple(ParamSpec(name=n, shape=tuple(p.shape), decay=p.dim() > 1) for n, p in named.items())
+    stays = frozenset(n for n in named if trained == "projector" and _PROJECTORS.isdisjoint(n.split(".")))
+    stays |= _unreached(whole, named)
     if len(stays) == len(params):
         raise UserError(f"model.train_vision: model type '{config.model_type}' has no projector apart; set it to all")
     return params, stays
@@ -152,6 +140,22 @@ def _unreached(whole: PreTrainedModel, named: Mapping[str, nn.Parameter]) -> set
     given = [torch.empty_like(output) for output in outputs]
     gradients = torch.autograd.grad(outputs, list(named.values()), given, allow_unused=True)
     return {name for name, gradient in zip(named, gradients, strict=True) if gradient is None}
+
+
+def _own_modules(whole: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Tower and projector, by name: all modules that are not trained on texts."""
+    text = text_modules(whole)
+    return [(name, part) for name, part in whole.named_modules() if id(part) not in text]
+
+
+def _sites(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[nn.Module, str]]:
+    """Parameter of one of the modules -> the module and the parameter's name in it."""
+    return {
+        f"{name}.{key}".removeprefix("."): (part, key)
+        for name, part in modules
+        for key, parameter in part._parameters.items()
+        if parameter is not None
+    }
 
 
 def text_modules(whole: PreTrainedModel) -> set[int]:

@@ -50,14 +50,14 @@ class Idle:
     ) -> None:
         """`experts`: of each group its first expert, and their end."""
         self._train, self._lock = train, threading.Lock()
-        self._groups: dict[str, dict[str, tuple[int, int]]] = {}
-        """Layer -> its groups -> their experts."""
+        self._groups: dict[str, list[str]] = {}
+        """Layer -> its groups, in the order of their experts."""
         self._group_of: dict[str, str] = {}
         for block, sender in plan.problem.senders.items():
             name = plan.blocks[block].name
-            self._groups.setdefault(plan.blocks[sender].name, {})[name] = experts[name]
+            self._groups.setdefault(plan.blocks[sender].name, []).append(name)
             self._group_of |= dict.fromkeys(plan.blocks[block].buffers, name)
-        self._sizes = {layer: next(end - first for first, end in own.values()) for layer, own in self._groups.items()}
+        self._sizes = {layer: experts[own[0]][1] - experts[own[0]][0] for layer, own in self._groups.items()}
         self._marks = {
             layer: torch.zeros(len(own), dtype=torch.bool, device=device) for layer, own in self._groups.items()
         }
