@@ -69,7 +69,29 @@ class Ids:
     """One per token: how much it counts as a target; None: 1 for all."""
 
 
-Sample = Text | Conversation | Completion | Ids
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What somebody thinks of answers: a pair, of which one is preferred, or one with a verdict."""
+
+    where: str
+    sides: tuple[Completion | Conversation, ...]
+    """The chosen and the rejected one, each with the prompt before it; or the only one. Only answers are trained."""
+    wanted: bool | None = None
+    """The verdict on the only one; None for a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model is to answer, of which nothing is trained."""
+
+    where: str
+    side: Completion | Conversation
+    """The prompt, with an empty completion where it is a text."""
+    row: str
+    """The whole row, an object as JSON."""
+
+
+Sample = Text | Conversation | Completion | Comparison | Prompt | Ids
 
 
 class ImageFile(NamedTuple):
@@ -91,6 +113,11 @@ class Encoded(NamedTuple):
     """The document ends here."""
     images: tuple[ImageFile, ...] = ()
     """Those of a whole document, in order."""
+    sides: tuple[int, int] | None = None
+    """Of a comparison, which is a document: the tokens before the first trained one, and the tokens of the chosen side,
+    behind which the rejected one begins, or of an only side 1 where it is wanted, else 0."""
+    row: str | None = None
+    """Of a prompt: its row, as JSON."""
 
 
 def is_image(part: Any) -> bool:

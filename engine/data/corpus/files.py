@@ -3,8 +3,10 @@
 `tokens.bin` holds the ids of all documents end to end, `documents.bin` where each begins (int64), `tokens.crc32c` the
 CRC-32C (uint32) of every BLOCK_BYTES of tokens.bin. Where some token does not count 1 as a target there is
 `weights.bin` too, float32 per token, with `weights.crc32c`; where there are images, their files (corpus/images.py).
+Where documents are comparisons `sides.bin` says where the sides of each are, two int64 (`TokenCorpus.sides`); where
+they are prompts there are their rows (corpus/rows.py).
 `origins.bin` and `origins.json` say where each document comes from, `meta.json` what they are, with checksums of all
-but tokens.bin, weights.bin and images.bin. All are little-endian.
+but tokens.bin, weights.bin, images.bin and rows.bin. All are little-endian.
 
 The origin of a document is eight bytes: a name's number (of origins.json), whether rows are counted, and the number.
 """
@@ -23,7 +25,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.config.data import Comparison
 from penstock.engine.data.corpus.images import COLUMNS, IMAGE_INDEX, IMAGES, ImageFiles, ImageWriter
+from penstock.engine.data.corpus.rows import ROW_COLUMNS, ROW_INDEX, ROWS, RowFile, RowWriter
 from penstock.engine.data.corpus.spans import BLOCK_BYTES as BLOCK_BYTES
 from penstock.engine.data.corpus.spans import COPY_BYTES, SpanFile, SpanWriter, damage
 from penstock.engine.data.samples import ImageFile
@@ -33,9 +37,12 @@ from penstock.storage.files.sealed import hex_crc, seal, unseal
 from penstock.storage.files.untrusted import Size, one_line, parse_object, printable, read_regular, typed
 
 META, TOKENS, SUMS, DOCUMENTS = "meta.json", "tokens.bin", "tokens.crc32c", "documents.bin"
-WEIGHTS, WEIGHT_SUMS = "weights.bin", "weights.crc32c"
+WEIGHTS, WEIGHT_SUMS, SIDES = "weights.bin", "weights.crc32c", "sides.bin"
 ORIGINS, ORIGIN_NAMES = "origins.bin", "origins.json"
-CORPUS_FILES = (META, TOKENS, SUMS, DOCUMENTS, WEIGHTS, WEIGHT_SUMS, ORIGINS, ORIGIN_NAMES, IMAGES, IMAGE_INDEX)
+CORPUS_FILES = (
+    *(META, TOKENS, SUMS, DOCUMENTS, SIDES, WEIGHTS, WEIGHT_SUMS, ORIGINS, ORIGIN_NAMES),
+    *(IMAGES, IMAGE_INDEX, ROWS, ROW_INDEX),
+)
 
 _MOST_NAMES = 1 << 17
 """Files whose names are stored; the origin of documents of further files is unknown."""
@@ -75,15 +82,15 @@ class CorpusInfo(Origin):
     """What a tokenised corpus holds; the content of its meta.json."""
 
     content: str
-    """SHA-256 of the token file, or where there are weights or images of its and their SHA-256: equal means the same
-    tokens."""
+    """SHA-256 of the token file, or where there are weights, images, sides or rows of its and their SHA-256: equal
+    means the same tokens."""
     checksums: dict[str, str]
     """File -> CRC-32C."""
     dtype: Literal["uint16", "uint32"]
     num_tokens: Size
     num_documents: Size
     num_trained: Size
-    """Tokens that are a target: those of weights above 0 that begin no document."""
+    """Tokens that are a target: those of weights above 0 that begin no document; of prompts none."""
     max_token_id: Size
     max_token_document: str
     """The first document that holds max_token_id."""
@@ -95,10 +102,13 @@ class CorpusInfo(Origin):
     unread: list[str]
     """What conversations have that their chat template does not read."""
     num_images: Size = 0
+    comparison: Comparison = ""
+    """Whether documents are pairs of answers, answers with a verdict, or prompts alone."""
 
     def words(self) -> str:
         """Of a sentence about the data."""
-        said = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        what = self.comparison if self.comparison in ("pairs", "prompts") else "documents"
+        said = f"{self.num_documents:,} {what}, {self.num_tokens:,} tokens"
         if WEIGHT_SUMS in self.checksums:
             said += f", {self.num_trained:,} of them trained"
         if self.num_images:
@@ -152,6 +162,12 @@ class TokenCorpus:
 
     `weights` is None where every token counts 1 as a target, `images` where there are none. `notes`: what there is to
     say of how it came to be.
+
+    `comparison`: "pairs" where each document is a prompt with the chosen answer, and then the prompt again with the
+    rejected one; "unpaired" where each is a prompt with an answer and a verdict; "prompts" where each is a prompt; else
+    "". `sides`, int64 [num_documents, 2], None where no answers are compared: the number of tokens before the first
+    trained one, of a pair on its chosen side; and of a pair the number of tokens of the chosen side, else 1 for an
+    answer that is wanted and 0 for one that is not.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -170,10 +186,29 @@ class TokenCorpus:
         self.tokens = self._spans(TOKENS, self.info.dtype, SUMS, self._wrong_ids)
         has_weights = WEIGHT_SUMS in self.info.checksums
         self.weights = self._spans(WEIGHTS, "float32", WEIGHT_SUMS, _wrong_weights) if has_weights else None
+        self.comparison = self.info.comparison
+        self.sides = self._sides()
+        self._rows: RowFile | None = None
+        if self.comparison == "prompts":
+            index = self._array(ROW_INDEX, self.info.num_documents * ROW_COLUMNS).reshape(-1, ROW_COLUMNS)
+            self._rows = RowFile(folder / ROWS, index)
         self.images: ImageFiles | None = None
         if self.info.num_images:
             index = self._array(IMAGE_INDEX, self.info.num_images * COLUMNS).reshape(-1, COLUMNS)
             self.images = ImageFiles(folder / IMAGES, index)
+
+    def _sides(self) -> NDArray[np.int64] | None:
+        if SIDES not in self.info.checksums:
+            return None
+        sides = self._array(SIDES, 2 * self.info.num_documents).reshape(-1, 2)
+        before, second = sides.T
+        lengths = np.diff(self.starts)
+        is_pairs = self.comparison == "pairs"
+        wrong = (before < 0) | (before >= (second if is_pairs else lengths))
+        wrong |= (second >= lengths) if is_pairs else (second != 0) & (second != 1)
+        if wrong.any():
+            raise damage(self.folder / SIDES, f"document {int(wrong.argmax()):,} has no such sides")
+        return sides
 
     def _read(self, name: str, most_bytes: int) -> bytes:
         path = self.folder / name
@@ -209,6 +244,14 @@ class TokenCorpus:
         """Number of the document that a token belongs to, from 0."""
         return int(np.searchsorted(self.starts, token, side="right")) - 1
 
+    def row(self, document: int) -> dict[str, Any]:
+        """The row of a prompt: each column by its name; `prompt` is a text, or messages. UserError where it is damaged.
+
+        A number may be NaN or infinite, where the source has such.
+        """
+        assert self._rows is not None, "documents are no prompts"
+        return self._rows.read(document)
+
     @cached_property
     def origins(self) -> Origins:
         """Where its documents come from. UserError where that is damaged."""
@@ -239,7 +282,7 @@ def verify_corpus(folder: Path) -> int:
     corpus = TokenCorpus(folder)
     _ = corpus.origins
     size = sum((folder / name).stat().st_size for name in (META, *corpus.info.checksums))
-    held = (corpus.tokens, corpus.weights, corpus.images)
+    held = (corpus.tokens, corpus.weights, corpus.images, corpus._rows)
     return size + sum(files.verify() for files in held if files is not None)
 
 
@@ -265,10 +308,13 @@ def _info(values: dict[str, Any]) -> CorpusInfo:
         raise ValueError(f"token ids up to {most} in {info.dtype}")
     if not (0 < info.num_tokens < _MOST_BYTES and 0 < info.num_documents <= info.num_tokens):
         raise ValueError(f"{info.num_documents} documents of {info.num_tokens} tokens")
-    if info.checksums.keys() - {WEIGHT_SUMS, IMAGE_INDEX} != {SUMS, DOCUMENTS, ORIGINS, ORIGIN_NAMES}:
+    if info.checksums.keys() - {WEIGHT_SUMS, IMAGE_INDEX, SIDES, ROW_INDEX} != {SUMS, DOCUMENTS, ORIGINS, ORIGIN_NAMES}:
         raise ValueError(f"checksums of {', '.join(info.checksums)}")
     if bool(info.num_images) != (IMAGE_INDEX in info.checksums):
         raise ValueError(f"{info.num_images} images")
+    has_sides, has_rows = info.comparison in ("pairs", "unpaired"), info.comparison == "prompts"
+    if (has_sides, has_rows) != (SIDES in info.checksums, ROW_INDEX in info.checksums):
+        raise ValueError(f"comparison '{info.comparison}'")
     if info.part_documents and sum(info.part_documents) != info.num_documents:
         raise ValueError(f"parts of {sum(info.part_documents)} documents, but {info.num_documents} documents in all")
     return info
@@ -282,8 +328,10 @@ def write_info(folder: Path, info: CorpusInfo) -> None:
 class CorpusWriter:
     """Makes the files of a corpus in `folder`: appends documents to tokens.bin and remembers their offsets."""
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, vocab_size: int, comparison: Comparison = "") -> None:
+        self._folder, self._comparison = folder, comparison
+        self._sides: list[tuple[int, int]] = []
+        self._rows = RowWriter(folder) if comparison == "prompts" else None
         self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 2**16 else "uint32"
         self._tokens = SpanWriter(folder / TOKENS)
         self._weights: SpanWriter | None = None
@@ -307,11 +355,23 @@ class CorpusWriter:
         last: bool,
         weights: NDArray[np.float32] | None = None,
         images: Sequence[ImageFile] = (),
+        sides: tuple[int, int] | None = None,
+        row: str | None = None,
     ) -> None:
         """Add `ids` to the present document, which ends with its `last` ones; its origin is then `document`.
 
         `weights`, one per id: how much each counts as a target; None: 1. `images`: those of the whole document.
+        `sides`: those of a comparison, which is one call, as `TokenCorpus.sides` has them. `row`: that of a prompt,
+        likewise, as JSON.
         """
+        is_prompt = self._rows is not None
+        is_compared = bool(self._comparison) and not is_prompt
+        ensure((sides is not None) == is_compared, f"sides {sides} of comparison '{self._comparison}'")
+        ensure((row is not None) == is_prompt, f"a row of comparison '{self._comparison}'")
+        if self._rows is not None and row is not None:
+            self._rows.add(row)
+        if sides is not None:
+            self._sides.append(sides)
         if images:
             self._images = self._images or ImageWriter(self._folder)
             self._images.add(self.num_documents, images)
@@ -322,7 +382,8 @@ class CorpusWriter:
         self._tokens.add(ids.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes())
         self._append_weights(len(ids), weights)
         first = int(self._total == self._starts[-1])  # a document's first token is no target
-        self._trained += int((weights[first:] > 0).sum()) if weights is not None else max(0, len(ids) - first)
+        if not is_prompt:
+            self._trained += int((weights[first:] > 0).sum()) if weights is not None else max(0, len(ids) - first)
         self._total += len(ids)
         if last:
             self._starts.append(self._total)
@@ -358,6 +419,12 @@ class CorpusWriter:
         if self._images is not None:
             image_content, files[IMAGE_INDEX] = self._images.finish()
             content = hashlib.sha256(f"{content} {image_content}".encode()).hexdigest()
+        if self._rows is not None:
+            row_content, files[ROW_INDEX] = self._rows.finish()
+            content = hashlib.sha256(f"{content} {row_content}".encode()).hexdigest()
+        elif self._comparison:
+            files[SIDES] = np.asarray(self._sides, dtype="<i8").tobytes()
+            content = hashlib.sha256(content.encode() + files[SIDES]).hexdigest()
         for name, data in files.items():
             atomic_write(self._folder / name, data)
         info = CorpusInfo(
@@ -375,5 +442,6 @@ class CorpusWriter:
             skipped_rows=skipped_rows,
             unread=list(unread),
             num_images=self._num_images,
+            comparison=self._comparison,
         )
         write_info(self._folder, info)

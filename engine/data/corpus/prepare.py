@@ -261,7 +261,7 @@ def prepare_corpus(
         return TokenCorpus(folder)
     sizes = {Path(file.path): file.num_bytes for file in recorded}
     with build_folder(folder) as temporary:
-        writer = CorpusWriter(temporary, tokenizer.vocab_size)
+        writer = CorpusWriter(temporary, tokenizer.vocab_size, config.comparison)
         bad = [_fill(writer, part, encoder, sizes) for part, encoder in zip(config.parts, encoders, strict=True)]
         skipped, unread = sum(of_part.count for of_part in bad), set[str]().union(*(e.unread for e in encoders))
         writer.finish(origin, tokenizer.eos_id, skipped_rows=skipped, unread=sorted(unread))
@@ -277,7 +277,9 @@ def _fill(writer: CorpusWriter, part: DataConfig, encoder: Encoder, sizes: Mappi
     before, bad = writer.num_documents, BadRows(part.bad_rows)
     samples = map(encoder.noticed, _require_text(part, "tokenizing", bad, sizes))
     for encoded in encode_all(encoder, samples):
-        writer.append(encoded.where, encoded.ids, encoded.last, encoded.weights, encoded.images)
+        writer.append(
+            encoded.where, encoded.ids, encoded.last, encoded.weights, encoded.images, encoded.sides, encoded.row
+        )
     bad.add_many(*encoder.bad.take())
     if writer.num_documents == before:
         raise UserError(f"data.source: the corpus is empty: {bad.count:,} rows were skipped, the first: {bad.first}")

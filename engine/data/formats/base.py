@@ -49,11 +49,14 @@ FORMATS = {
     "python_stdlib": "penstock.engine.data.formats.python_stdlib",
     "text": "penstock.engine.data.formats.text",
     "tokens": "penstock.engine.data.formats.tokens",
+    "preference": "penstock.engine.data.formats.preference",
+    "unpaired_preference": "penstock.engine.data.formats.unpaired_preference",
     "messages": "penstock.engine.data.formats.messages",
     "sharegpt": "penstock.engine.data.formats.sharegpt",
     "alpaca": "penstock.engine.data.formats.alpaca",
     "prompt_completion": "penstock.engine.data.formats.prompt_completion",
     "jsonl": "penstock.engine.data.formats.jsonl",
+    "prompts": "penstock.engine.data.formats.prompts",
 }
 """data.source -> the module of its format; `random` has no files. Rows are tried by `matches` in this order."""
 
@@ -82,9 +85,9 @@ def required(fields: dict[str, Any], name: str, where: str) -> Any:
 
 
 PREFERENCE = (
-    "this is a preference pair (`chosen` and `rejected`), and preference training is not supported; to train on the "
-    "chosen answers alone name the column: data.source=prompt_completion data.columns="
-    '{"completion": "chosen"}, or where it holds whole conversations data.source=messages data.columns='
+    "this is a preference pair (`chosen` and `rejected`); to train on pairs set data.source=preference and "
+    "train.objective=dpo; to train on the chosen answers alone name the column: data.source=prompt_completion "
+    'data.columns={"completion": "chosen"}, or where it holds whole conversations data.source=messages data.columns='
     '{"messages": "chosen"}'
 )
 
@@ -102,11 +105,11 @@ def require_wanted(fields: dict[str, Any], where: str) -> None:
     """RowError where a row says that its answer is one that nobody wants, as unpaired preferences have them."""
     for name in VERDICTS:
         value = fields.get(name)
-        if value is False or (isinstance(value, str) and value.lower() == "false"):
+        if value is False or str(value).lower() == "false" or (name == "kto_tag" and value in (0, "0")):
             raise RowError(
-                f"{where}: `{name}` is false: its answer is not wanted, and preference training is not supported; "
-                "remove the rows of such answers; or, where the column means something else, set "
-                f'data.columns={{"{name}": "not read"}}'
+                f"{where}: `{name}` is false: its answer is not wanted; to train on wanted and unwanted answers set "
+                "data.source=unpaired_preference and train.objective=kto; else remove the rows of such answers; or, "
+                f'where the column means something else, set data.columns={{"{name}": "not read"}}'
             )
 
 

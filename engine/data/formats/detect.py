@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from penstock.engine.config import DataConfig
 from penstock.engine.data.files.base import container_of, open_utf8, read_rows
 from penstock.engine.data.files.splits import find_splits, split_files
-from penstock.engine.data.formats.base import FORMATS, PREFERENCE, RowFormat, find_format, is_preference, lists_objects
+from penstock.engine.data.formats.base import FORMATS, RowFormat, find_format, lists_objects
+from penstock.engine.data.formats.preference import QUESTIONS
 from penstock.engine.data.formats.reading import renamed
 from penstock.engine.data.samples import BadRows
 from penstock.storage.files.errors import UserError
@@ -67,23 +68,17 @@ def detect(path: Path, split: str | None = None, columns: Mapping[str, str] | No
 
 def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, str]]:
     """Format and what it renames, of rows that all match. UserError telling the columns where none does."""
-    # Answers that are wanted or not, as TRL's unpaired preferences are.
-    if any(isinstance(fields.get("label"), bool) and {"prompt", "completion"} <= fields.keys() for fields in rows):
-        raise UserError(
-            f"{printable(file)}: `label` says which completions are wanted, and preference training is not supported; "
-            "remove the rows whose label is false, and set data.source=prompt_completion, or with it data.bad_rows=skip"
-        )
     for source in FORMATS:
         reader = find_format(source)
         if isinstance(reader, RowFormat) and any(map(reader.matches, rows)):
             if (name := next(filter(None, map(_rejected, rows)), None)) is not None:
+                shown = one_line(name, 40)
                 raise UserError(
-                    f"{printable(file)}: `{one_line(name, 40)}` holds answers that are not wanted, and preference "
-                    f"training is not supported; to train on the others alone set data.source={source}"
+                    f"{printable(file)}: `{shown}` holds answers that are not wanted; to train on pairs set "
+                    f'data.source=preference, data.columns={{"chosen": "...", "rejected": "{shown}"}} and '
+                    f"train.objective=dpo; to train on the others alone set data.source={source}"
                 )
-            return source, {}
-    if any(map(is_preference, rows)):
-        raise UserError(f"{printable(file)}: {PREFERENCE}")
+            return source, _prompt_column(rows) if source == "preference" else {}
     result = [
         (source, {field: name})
         for source, field, own in (("sharegpt", "conversations", "from"), ("messages", "messages", "role"))
@@ -105,6 +100,14 @@ def _format_of(rows: list[dict[str, Any]], file: Path) -> tuple[str, dict[str, s
         'data.source=prompt_completion data.columns={"prompt": "...", "completion": "..."} or data.source=jsonl '
         'data.columns={"text": "..."}'
     )
+
+
+def _prompt_column(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """What to rename where pairs have a prompt by another name."""
+    if any(fields.get(name) for fields in rows for name in ("prompt", "conversations")):
+        return {}
+    names = [name for name in QUESTIONS if any(fields.get(name) for fields in rows)]
+    return {"prompt": names[0]} if len(names) == 1 else {}
 
 
 def _rejected(fields: dict[str, Any]) -> str | None:

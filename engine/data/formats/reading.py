@@ -13,7 +13,18 @@ from penstock.engine.data.files.base import Progress, read_rows
 from penstock.engine.data.files.splits import split_files
 from penstock.engine.data.formats.base import FileFormat, RowFormat, find_format, require_wanted
 from penstock.engine.data.needles import haystacks
-from penstock.engine.data.samples import BadRows, Completion, Conversation, Ids, RowError, Sample, Text, content_texts
+from penstock.engine.data.samples import (
+    BadRows,
+    Comparison,
+    Completion,
+    Conversation,
+    Ids,
+    Prompt,
+    RowError,
+    Sample,
+    Text,
+    content_texts,
+)
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import below_data, require_of_data, require_shown
 from penstock.storage.files.untrusted import printable
@@ -145,6 +156,11 @@ def texts_of(sample: Sample) -> Iterator[str]:
     elif isinstance(sample, Conversation):
         for message in sample.messages:
             yield from filter(None, content_texts(message.get("content")))
+    elif isinstance(sample, Comparison):
+        for side in sample.sides:
+            yield from texts_of(side)
+    elif isinstance(sample, Prompt):
+        yield from texts_of(sample.side)
 
 
 def is_empty(sample: Sample) -> bool:

@@ -39,11 +39,12 @@ def matches(fields: dict[str, Any]) -> bool:
 
 def convert(fields: dict[str, Any], where: str) -> Conversation:
     turns = list_field(fields, "conversations", where)
-    messages = [_message(turn, f"{where}: conversations[{index}]") for index, turn in enumerate(turns)]
+    messages = [read_turn(turn, f"{where}: conversations[{index}]") for index, turn in enumerate(turns)]
     return conversation(messages, fields, where, "conversations")
 
 
-def _message(turn: Any, where: str) -> dict[str, Any]:
+def read_turn(turn: Any, where: str) -> dict[str, Any]:
+    """A turn as a message. RowError for one that is none."""
     if not isinstance(turn, dict):
         raise RowError(f"{where} is {kind(turn)}; expected an object with `from` and `value`")
     who, value = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))

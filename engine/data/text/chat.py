@@ -162,13 +162,7 @@ class ChatTemplate:
 
     def _rendered(self, sample: Conversation, trained: Trained) -> Rendered:
         view = self._view(sample)
-        for number in view.unshown:
-            role = sample.messages[number]["role"]
-            if role != "assistant" or trained == "all":
-                raise FormError(
-                    f"{sample.where}: messages[{number}]: the chat template leaves out what the message of role "
-                    f"'{role}' says; remove it, or name another template with data.chat_template"
-                )
+        _require_shown(view, sample, trained)
         turns = [i for i, message in enumerate(sample.messages) if message["role"] == "assistant"]
         ends = bool(turns) and turns[-1] == len(sample.messages) - 1
         if trained == "all":
@@ -182,6 +176,15 @@ class ChatTemplate:
             )
         spans = [Span(start, stop, weights[turn]) for turn, start, stop in view.spans(turns, counted, trained)]
         return Rendered(view.text, spans, weights[counted[-1]] if ends and counted[-1] == turns[-1] else 0.0)
+
+    def request(self, sample: Conversation) -> str:
+        """The conversation as text, for the assistant to answer, or to go on with what it says last. RowError where it
+        is refused."""
+        _ = self._templates
+        with self.limits.bounded(sample.where, sample.messages, sample.tools):
+            view = self._view(sample)
+            _require_shown(view, sample, "assistant")
+            return view.prompt(goes_on=sample.messages[-1]["role"] == "assistant")
 
     def prompt(self, messages: Sequence[dict[str, Any]], *, goes_on: bool = False) -> str:
         """The conversation so far, up to where the assistant is to write; `goes_on`: its turn has begun, by the last
@@ -240,6 +243,17 @@ class ChatTemplate:
         with contextlib.suppress(RowError):
             return self._see(name, messages, where, beside)
         return None
+
+
+def _require_shown(view: View, sample: Conversation, trained: Trained) -> None:
+    """RowError for a message that the template leaves out, but for the assistant's where not all tokens are trained."""
+    for number in view.unshown:
+        role = sample.messages[number]["role"]
+        if role != "assistant" or trained == "all":
+            raise FormError(
+                f"{sample.where}: messages[{number}]: the chat template leaves out what the message of role "
+                f"'{role}' says; remove it, or name another template with data.chat_template"
+            )
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from penstock.engine.config import CONVERSATIONS, DataConfig
 from penstock.engine.data.samples import (
     BadRows,
+    Comparison,
     Completion,
     Conversation,
     Encoded,
     Ids,
+    Prompt,
     RowError,
     Sample,
     Text,
@@ -28,6 +30,7 @@ from penstock.engine.data.text.images import ImageProcessor
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.storage.files.errors import UserError
 
+Single = Text | Conversation | Completion | Prompt | Ids
 _ALWAYS = ("messages", "sharegpt")
 """Sources whose every row is a conversation."""
 _VERSION = 5  # of what the same files become
@@ -41,7 +44,9 @@ class Encoder:
     A Text begins with the begin-of-text token where `adds_bos`, and ends with the end-of-text token, which are added
     unless it has them; so does a Completion, of which the prompt counts nothing. A Conversation is what the chat
     template makes of it: nothing is put before it, and the end-of-text token behind it only where the template ends an
-    assistant's last turn with no special token at all. Ids are taken as they are.
+    assistant's last turn with no special token at all. Ids are taken as they are. A Comparison's sides are each made by
+    itself, one behind the other. A Prompt begins as a Completion does and has no end, or is what the chat template
+    makes of it with the generation prompt.
 
     Attributes: `bad`, the samples that were left out, counted (or refused); `unread`, what `noticed` conversations have
     and the chat template does not read; `adds_bos`.
@@ -78,8 +83,9 @@ class Encoder:
 
     def noticed(self, sample: Sample) -> Sample:
         """The sample itself, looked at for `unread`."""
-        if isinstance(sample, Conversation) and self.template is not None:
-            self.unread |= self.template.unread(sample)
+        for side in (sample.side,) if isinstance(sample, Prompt) else sides_of(sample):
+            if isinstance(side, Conversation) and self.template is not None:
+                self.unread |= self.template.unread(side)
         return sample
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded]:
@@ -87,34 +93,53 @@ class Encoder:
 
         Raises UserError where conversations come and there is no chat template.
         """
+        alone = self._alone([side for sample in samples for side in sides_of(sample)])
+        result: list[Encoded] = []
+        for sample in samples:
+            sides = [next(alone) for _ in sides_of(sample)]
+            try:
+                if (wrong := next((side for side in sides if isinstance(side, RowError)), None)) is not None:
+                    raise wrong
+                whole = [side for side in sides if isinstance(side, Encoded)]
+                result.append(_compared(sample, whole) if isinstance(sample, Comparison) else whole[0])
+            except RowError as error:
+                self.bad.add(error)
+        return result
+
+    def _alone(self, samples: Sequence[Single]) -> Iterator[Encoded | RowError]:
+        """Each by itself, or what is wrong with it."""
         ready = [self._prepare(sample) for sample in samples]
         texts = [one.text for one in ready if isinstance(one, Text)]
         of_text = iter(self._tokenizer.encode_batch(texts) if texts else [])
         spanned = [one.text for one in ready if isinstance(one, Rendered)]
         of_span = iter(self._tokenizer.encode_spans(spanned) if spanned else [])
-        result: list[Encoded] = []
         for sample, one in zip(samples, ready, strict=True):
             try:
-                if isinstance(one, RowError):
-                    raise one
                 if isinstance(one, Text):
-                    result.append(self._text(one, next(of_text)))
+                    yield self._text(one, next(of_text))
+                elif isinstance(one, Rendered):
+                    encoded = self._finish(sample.where, one, *next(of_span))
+                    yield _asked(encoded, sample) if isinstance(sample, Prompt) else _trained(encoded)
                 else:
-                    whole = one if isinstance(one, Encoded) else self._finish(sample.where, one, *next(of_span))
-                    result.append(_trained(whole))
+                    yield _trained(one) if isinstance(one, Encoded) else one
             except RowError as error:
-                self.bad.add(error)
-        return result
+                yield error
 
-    def _prepare(self, sample: Sample) -> Text | Rendered | Encoded | RowError:
+    def _prepare(self, sample: Single) -> Text | Rendered | Encoded | RowError:
         """What is to be tokenised, or is tokens already; what is wrong with a bad sample."""
         try:
             if isinstance(sample, Text):
                 return sample
             if isinstance(sample, Ids):
                 return self._ids(sample)
+            if isinstance(sample, Prompt) and isinstance(sample.side, Completion):
+                return Rendered(sample.side.prompt, None, 0.0, self.adds_bos)
+            asked = isinstance(sample, Prompt)
+            sample = sample.side if isinstance(sample, Prompt) else sample
             if isinstance(sample, Conversation):
                 if self.template is not None:
+                    if asked:
+                        return Rendered(self.template.request(sample), None, 0.0)
                     rendered = self.template.render(sample, self._config.trained_tokens)
                     return self._with_images(rendered, sample) if sample.images else rendered
                 if sample.plain is None:
@@ -231,6 +256,32 @@ def _trained(encoded: Encoded) -> Encoded:
     return encoded
 
 
+def _asked(encoded: Encoded, prompt: Prompt) -> Encoded:
+    """With the prompt's row. RowError where it has no tokens."""
+    if not len(encoded.ids):
+        raise RowError(f"{encoded.where}: `prompt` has no tokens; give it a text, or remove the row")
+    return encoded._replace(row=prompt.row)
+
+
+def sides_of(sample: Sample) -> tuple[Single, ...]:
+    """What is tokenised by itself: the sides of a comparison, else the sample."""
+    return sample.sides if isinstance(sample, Comparison) else (sample,)
+
+
+def _compared(sample: Comparison, sides: Sequence[Encoded]) -> Encoded:
+    """The document of a comparison. RowError for a pair of which both sides are the same tokens."""
+    if len(sides) == 2 and np.array_equal(sides[0].ids, sides[1].ids):
+        raise RowError(
+            f"{sample.where}: `chosen` and `rejected` are the same tokens, so neither can be preferred; remove the row"
+        )
+    weights = [np.ones(len(side.ids), np.float32) if side.weights is None else side.weights for side in sides]
+    for of_side in weights:
+        of_side[0] = 0  # no token comes before it
+    ids, first = np.concatenate([side.ids for side in sides]), int(np.argmax(weights[0] > 0))
+    second = len(sides[0].ids) if sample.wanted is None else int(sample.wanted)
+    return Encoded(sample.where, ids, np.concatenate(weights), True, sides=(first, second))
+
+
 def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     """Whether begin- and end-of-text tokens are added, and why, in one line."""
     if config.source == "tokens":
@@ -241,6 +292,9 @@ def describe_specials(tokenizer: TextTokenizer, config: DataConfig) -> str:
     eos = tokenizer.decode([tokenizer.eos_id])
     why = "data.bos says so" if config.bos != "auto" else "as the tokenizer does" if adds else "the tokenizer adds none"
     begins = f"{bos} begins each document ({why})" if adds else f"no begin-of-text token ({why})"
+    if config.source == "prompts":
+        what = "each document" if encoder.template is None else "prompts that are texts"
+        return f"{begins.replace('each document', what)}; nothing is put behind a prompt"
     if config.source in CONVERSATIONS and encoder.template is not None:
         own = (
             f"conversations follow the chat template, with {eos} after those that it does not end with a special token"
@@ -271,6 +325,10 @@ def size_of(sample: Sample) -> int:
         return len(sample.text)
     if isinstance(sample, Completion):
         return len(sample.prompt) + len(sample.completion)
+    if isinstance(sample, Comparison):
+        return sum(map(size_of, sample.sides))
+    if isinstance(sample, Prompt):
+        return size_of(sample.side) + len(sample.row)
     if isinstance(sample, Ids):
         return 4 * len(sample.ids)
     texts = sum(100 + sum(map(len, content_texts(message.get("content")))) for message in sample.messages)

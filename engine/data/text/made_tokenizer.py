@@ -155,7 +155,7 @@ class _Trained:
 
     def __init__(self, backend: Any) -> None:
         self.backend_tokenizer = backend
-        self.eos_token_id = backend.token_to_id(EOS_TOKEN)
+        self.eos_token_id = self.pad_token_id = backend.token_to_id(EOS_TOKEN)
         self.added_tokens_decoder = backend.get_added_tokens_decoder()
 
     def __len__(self) -> int:

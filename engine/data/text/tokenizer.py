@@ -97,9 +97,10 @@ class TextTokenizer:
 
     Attributes: `folder` (where its files are), `eos_id`, `vocab_size` (ids are below it, added tokens included),
     `fingerprint` (hex, equal for two tokenizers exactly when their files are), `bos_id` (the begin-of-text token; None
-    where there is none), `puts_bos` (whether the tokenizer itself begins a text with it, as Llama 3's and Gemma's do),
-    `is_fast` (whether it has threads of its own), `special_tokens` (what chat templates know: `bos_token`, `eos_token`,
-    ... -> the token's text), `chat_template` (its own, or several by name).
+    where there is none), `pad_id` (likewise of padding), `puts_bos` (whether the tokenizer itself begins a text with
+    the former, as Llama 3's and Gemma's do), `is_fast` (whether it has threads of its own), `special_tokens`
+    (what chat templates know: `bos_token`, `eos_token`, ... -> the token's text), `chat_template` (its own, or several
+    by name).
     """
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
@@ -120,6 +121,8 @@ class TextTokenizer:
         self.fingerprint = digest.hexdigest()
         bos_id, self.is_fast = tokenizer.bos_token_id, self._fast is not None
         self.bos_id = int(bos_id) if is_whole(bos_id) and bos_id >= 0 else None
+        pad_id = tokenizer.pad_token_id
+        self.pad_id = int(pad_id) if is_whole(pad_id) and pad_id >= 0 else None
         self.special_tokens: dict[str, str] = dict(tokenizer.special_tokens_map)
         self.chat_template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
         self.puts_bos = self._finds_bos()

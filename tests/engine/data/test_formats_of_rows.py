@@ -243,6 +243,13 @@ BAD: list[tuple[str, Any, str]] = [
     ("sharegpt", {"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "`system` is another text than"),
     ("prompt_completion", {"prompt": "a", "completion": "b", "label": "False"}, "`label` is false"),
     ("prompt_completion", {"prompt": "a", "completion": "b", "system": "c"}, "`system` cannot be used beside"),
+    ("prompts", {"question": "a"}, 'no `prompt` field; the row has question; name the one .*{"prompt": "..."}'),
+    ("prompts", {"prompt": " "}, "`prompt` is empty"),
+    ("prompts", {"prompt": []}, "`prompt` is empty"),
+    ("prompts", {"prompt": 3}, "`prompt` is a number; expected a text or a list of messages"),
+    ("prompts", {"prompt": [{"role": "user"}]}, r"prompt\[0\] has no `content`"),
+    ("prompts", {"prompt": "a", "system": "b"}, "`system` cannot be used beside a `prompt` that is a text"),
+    ("prompts", {"prompt": "a", "images": ["a.png"]}, "images in"),
 ]
 
 
@@ -262,8 +269,11 @@ SHAPES: dict[str, Any] = {
     "sharegpt": {"id": "1", "conversations": [{"from": "human", "value": "a"}]},
     "alpaca": {"instruction": "a", "input": "", "output": "b", "text": "all of it"},
     "prompt_completion": {"prompt": "a", "completion": "b"},
+    "preference": {"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 7.0},
+    "unpaired_preference": {"prompt": "a", "completion": "b", "label": True},
     "tokens": {"input_ids": [1, 2], "attention_mask": [1, 1]},
     "jsonl": {"text": "a", "meta": {"url": "b"}},
+    "prompts": {"prompt": "a", "answer": "b"},
 }
 
 
@@ -345,8 +355,8 @@ def test_any_row_is_a_sample_or_a_bad_row(fields: dict[str, Any], source: str) -
         assert sample.weights is None or len(sample.weights) == len(sample.ids)
 
 
-def test_preference_pairs_are_named(tmp_path: Path) -> None:
-    """However they are written; what is wanted of them can be said with data.columns."""
+def test_preferences_of_another_format_are_named(tmp_path: Path) -> None:
+    """What is wanted of them can be said with data.columns."""
     question, good, bad = (
         [{"role": role, "content": text}] for role, text in (("user", "?"), ("assistant", "yes"), ("assistant", "no"))
     )
@@ -354,32 +364,29 @@ def test_preference_pairs_are_named(tmp_path: Path) -> None:
         {"prompt": question, "chosen": good, "rejected": bad},
         {"chosen": question + good, "rejected": question + bad},
         {"prompt": "?", "chosen": "yes", "rejected": "no"},
-        {"question": "?", "chosen": "yes", "rejected": "no", "score": 3},
     ]
     file = tmp_path / "rows.jsonl"
+    ways = r"this is a preference pair .*data\.source=preference and train\.objective=dpo; .*the chosen answers alone"
     for pair in pairs:
-        file.write_text(json.dumps(pair))
-        with pytest.raises(UserError, match=r"this is a preference pair \(`chosen` and `rejected`\)"):
-            detect(file)
-        with pytest.raises(UserError, match=r"rows\.jsonl:1: this is a preference pair"):
+        with pytest.raises(UserError, match=rf"rows\.jsonl:1: {ways}"):
             samples_of(tmp_path, "messages", pair)
     asked = {
         "conversations": [{"from": "human", "value": "?"}],
-        "chosen": {"value": "yes"},
-        "rejected": {"value": "no"},
+        "chosen": {"from": "gpt", "value": "yes"},
+        "rejected": {"from": "gpt", "value": "no"},
     }
     with pytest.raises(UserError, match="this is a preference pair"):
         samples_of(tmp_path, "sharegpt", asked)
     for pair, columns in ((pairs[0], {"completion": "chosen"}), (pairs[2], {"completion": "chosen"})):
         assert len(samples_of(tmp_path, "prompt_completion", pair, columns=columns)) == 1
     assert len(samples_of(tmp_path, "messages", pairs[1], columns={"messages": "chosen"})) == 1
-    file.write_text(json.dumps({"prompt": "?", "completion": "no", "label": False}))
-    with pytest.raises(UserError, match=r"`label` says which completions are wanted"):
-        detect(file)
-    with pytest.raises(UserError, match=r"`label` is false: its answer is not wanted"):
-        samples_of(tmp_path, "prompt_completion", {"prompt": "?", "completion": "no", "label": False})
     labelled = {"prompt": "?", "completion": "no", "label": False}
+    ways = "set data.source=unpaired_preference and train.objective=kto; else remove the rows"
+    with pytest.raises(UserError, match=rf"`label` is false: its answer is not wanted; .*{ways}"):
+        samples_of(tmp_path, "prompt_completion", labelled)
     assert len(samples_of(tmp_path, "prompt_completion", labelled, columns={"label": "not read"})) == 1
+    file.write_text(json.dumps(labelled))
+    assert detect(file, columns={"label": "not read"}).source == "prompt_completion"
     for pair in (
         {"messages": question + good, "rejected_response": "no"},
         {"conversations": question + good, "rejected": bad},

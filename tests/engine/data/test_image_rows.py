@@ -16,7 +16,7 @@ from penstock.engine.config import DataConfig, ModelConfig, Recipe
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.formats.detect import detect
-from penstock.engine.data.loader import make_loader
+from penstock.engine.data.loading import make_loader
 from penstock.engine.hf.config import model_config
 from penstock.storage.files.errors import UserError
 
