@@ -22,7 +22,8 @@ from penstock.engine.cluster.ranks import Ranks
 from penstock.engine.cluster.step import Share, train_step, validate
 from penstock.engine.config import Recipe, changed_fields, dcp_folder, dcp_folders, state_folder, whole_document_notes
 from penstock.engine.data.corpus.files import TokenCorpus
-from penstock.engine.data.loader import DataLoader, ValidationSet, make_loader, make_validation
+from penstock.engine.data.loader import DataLoader, ValidationSet
+from penstock.engine.data.loading import make_loader, make_validation
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.cluster import require_whole
 from penstock.engine.forecast.flops import model_flops
@@ -83,6 +84,7 @@ def train_cluster(
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
     ranks.together(lambda: require_whole(recipe))
+    ranks.together(lambda: require_next_token(recipe))
     ranks.together(lambda: require_even(recipe, ranks.count, context_parallel))
     mesh = ranks.together(lambda: ranks.mesh(device))
     group = ranks.neighbours(device, context_parallel)
@@ -162,6 +164,15 @@ def require_even(recipe: Recipe, ranks: int, spread: int = 1) -> None:
             f"train.global_batch_size {train.global_batch_size} is {count:,} micro-batches of "
             f"{train.micro_batch_size}, which {who} cannot share evenly; set {fix}, or start a different number of "
             "processes"
+        )
+
+
+def require_next_token(recipe: Recipe) -> None:
+    """UserError for an objective that several machines do not have."""
+    if recipe.train.objective != "next_token":
+        raise UserError(
+            f"train.objective: {recipe.train.objective} is trained on one machine only; start the run on one, without "
+            "torchrun, or set train.objective=next_token"
         )
 
 

@@ -8,8 +8,15 @@ from penstock.engine.config.data import DataConfig as DataConfig
 from penstock.engine.config.effects import idle_notes as idle_notes
 from penstock.engine.config.effects import require_effect as require_effect
 from penstock.engine.config.effects import whole_document_notes as whole_document_notes
+from penstock.engine.config.grpo import COMMAND as COMMAND
+from penstock.engine.config.grpo import SAMPLED as SAMPLED
+from penstock.engine.config.grpo import GrpoConfig as GrpoConfig
+from penstock.engine.config.grpo import reward_function as reward_function
 from penstock.engine.config.model import AdapterConfig as AdapterConfig
 from penstock.engine.config.model import ModelConfig as ModelConfig
+from penstock.engine.config.preference import LOSS_TYPES as LOSS_TYPES
+from penstock.engine.config.preference import PREFERENCES as PREFERENCES
+from penstock.engine.config.preference import PreferenceConfig as PreferenceConfig
 from penstock.engine.config.recipe import AfterConfig as AfterConfig
 from penstock.engine.config.recipe import Recipe as Recipe
 from penstock.engine.config.recipe import SamplesConfig as SamplesConfig

@@ -26,6 +26,9 @@ Source = Literal[
     "sharegpt",
     "alpaca",
     "prompt_completion",
+    "preference",
+    "unpaired_preference",
+    "prompts",
     "tokens",
     "needles",
     "random",
@@ -40,9 +43,10 @@ class DataConfig:
     source: Source = "auto"
     """Format of the data. auto finds format, split and columns in the first rows of path. text: each file in path is a
     document. jsonl: each row has a `text` field. Conversations, one per row: messages (OpenAI's role and content, with
-    tools), sharegpt, alpaca, prompt_completion. tokens: rows of token ids. Rows are read from JSON, JSONL, Parquet,
-    CSV, Arrow or data sets on the hub. Without a path: python_stdlib (Python's own library), needles (generated
-    retrieval tasks), random (random token ids, for benchmarks)."""
+    tools), sharegpt, alpaca, prompt_completion. Comparisons of answers: preference (prompt, chosen, rejected),
+    unpaired_preference (prompt, completion, label). prompts: prompts alone, for grpo and rloo. tokens: rows of token
+    ids. Rows are read from JSON, JSONL, Parquet, CSV, Arrow or data sets on the hub. Without a path: python_stdlib
+    (Python's own library), needles (generated retrieval tasks), random (random token ids, for benchmarks)."""
     path: str | None = None
     """File or folder with the data, or hf://OWNER/NAME[@REVISION] on the hub. Not needed for a plan, but for a run."""
     split: str | None = None
@@ -90,6 +94,13 @@ class DataConfig:
         require_kinds("data", self)
         for number, part in enumerate(self.mixture):
             _check_part(part, f"data.mixture[{number}]", self.source)
+        sources = [part.get("source", self.source) for part in self.mixture]
+        found = {COMPARISONS.get(source, "") for source in sources if source != "auto"}
+        require(
+            len(found) < 2,
+            f"data.mixture: {', '.join(dict.fromkeys(sources))} cannot be mixed: a run trains on preference pairs, on "
+            "answers with a verdict, on prompts alone, or on none of these; leave some of them out",
+        )
         require(
             self.path is None or not self.mixture,
             f"data.path: {self.path} cannot be used with data.mixture; add it to the mixture, or leave one of them out",
@@ -129,6 +140,11 @@ class DataConfig:
         ]
 
     @property
+    def comparison(self) -> Comparison:
+        """Whether its documents are pairs of answers, answers with a verdict, or prompts alone; "": none of these."""
+        return COMPARISONS.get(self.parts[0].source, "")
+
+    @property
     def part_weights(self) -> list[float]:
         """How often a document of each part comes per epoch; empty where there is no mixture."""
         return [float(part.get("weight", 1)) for part in self.mixture]
@@ -136,7 +152,14 @@ class DataConfig:
 
 PATHLESS = ("python_stdlib", "needles", "random")
 """Sources that read no path."""
-CONVERSATIONS = frozenset({"messages", "sharegpt", "alpaca", "prompt_completion"})
+Comparison = Literal["", "pairs", "unpaired", "prompts"]
+COMPARISONS: dict[str, Comparison] = {
+    "preference": "pairs",
+    "unpaired_preference": "unpaired",
+    "prompts": "prompts",
+}
+"""Sources whose rows compare answers, or leave them to the model -> how."""
+CONVERSATIONS = frozenset({"messages", "sharegpt", "alpaca", "prompt_completion", *COMPARISONS})
 """Sources whose rows may be conversations."""
 _PART: dict[str, tuple[tuple[type, ...], str]] = {
     "path": ((str,), "text"),

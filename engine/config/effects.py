@@ -12,7 +12,9 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from penstock.engine.config.data import CONVERSATIONS, PATHLESS
+from penstock.engine.config.data import COMPARISONS, CONVERSATIONS, PATHLESS
+from penstock.engine.config.grpo import SAMPLED
+from penstock.engine.config.preference import LOSS_TYPES, PREFERENCES
 from penstock.engine.config.recipe import Recipe
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
@@ -41,7 +43,7 @@ class Idle(NamedTuple):
 
 
 _ROWS = CONVERSATIONS | {"jsonl", "tokens"}
-_TEXTS = frozenset({"text", "jsonl", "python_stdlib", "alpaca", "prompt_completion"})
+_TEXTS = frozenset({"text", "jsonl", "python_stdlib", "alpaca", "prompt_completion", *COMPARISONS})
 """Sources of texts that a begin-of-text token may be put before."""
 
 
@@ -62,6 +64,16 @@ def _inherited(name: str) -> Callable[[Recipe], bool]:
 
 def _validates(recipe: Recipe) -> bool:
     return recipe.train.validate_every is not None
+
+
+def _smooths(recipe: Recipe) -> bool:
+    """Whether the loss takes labels to be wrong in a share of pairs."""
+    kind = recipe.preference.loss_type
+    return recipe.train.objective == "simpo" or kind in (None, "sigmoid", "sigmoid_norm", "robust")
+
+
+def _rewards(recipe: Recipe) -> bool:
+    return recipe.train.objective == "reward"
 
 
 def _samples(recipe: Recipe) -> bool:
@@ -136,8 +148,13 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
     ),
     (
         "data.trained_tokens",
-        lambda r: _read(r, CONVERSATIONS) or r.data.trained_tokens == "all",
+        lambda r: _read(r, CONVERSATIONS - {"prompts"}) or r.data.trained_tokens == "all",
         "data.source={sources} has no turns of an assistant; set data.source to the format of conversations",
+    ),
+    (
+        "data.trained_tokens",
+        lambda r: not r.data.comparison or r.data.trained_tokens != "all",
+        "data.source={sources} compares answers, and a prompt is none; set data.trained_tokens to assistant or last",
     ),
     (
         "data.bos",
@@ -158,6 +175,71 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
         "train.freeze",
         lambda r: not r.adapter.is_used,
         "beside an adapter the whole model is frozen; set adapter.method=none, or choose modules with adapter.targets",
+    ),
+    (
+        "preference.beta",
+        lambda r: r.train.objective in PREFERENCES,
+        "train.objective={r.train.objective} weighs no log-probabilities of answers; set train.objective to dpo, cpo, "
+        "simpo, orpo or kto",
+    ),
+    (
+        "preference.center_rewards_coefficient",
+        _rewards,
+        "train.objective={r.train.objective} trains no reward model; set train.objective=reward",
+    ),
+    (
+        "samples.every after.sample_prompt train.z_loss train.router_aux_loss",
+        lambda r: not _rewards(r),
+        "a reward model writes no text and has no loss but that of its rewards; set another train.objective",
+    ),
+    (
+        "preference.loss_type",
+        lambda r: r.train.objective in LOSS_TYPES,
+        "train.objective={r.train.objective} has one form of the loss; set train.objective to dpo, cpo or kto",
+    ),
+    (
+        "preference.label_smoothing",
+        lambda r: r.train.objective in ("dpo", "cpo", "simpo"),
+        "train.objective={r.train.objective} takes labels as they are; set train.objective to dpo, cpo or simpo",
+    ),
+    (
+        "preference.label_smoothing",
+        _smooths,
+        "preference.loss_type={r.preference.loss_type} takes labels as they are; set preference.loss_type to sigmoid "
+        "or robust",
+    ),
+    (
+        "preference.simpo_gamma",
+        lambda r: r.train.objective == "simpo",
+        "train.objective={r.train.objective} has no such margin; set train.objective=simpo",
+    ),
+    (
+        "preference.cpo_alpha",
+        lambda r: r.train.objective == "cpo",
+        "train.objective={r.train.objective} does not weigh a likelihood; set train.objective=cpo",
+    ),
+    (
+        "preference.desirable_weight preference.undesirable_weight",
+        lambda r: r.train.objective == "kto",
+        "train.objective={r.train.objective} reads no verdicts; set train.objective=kto",
+    ),
+    (
+        "grpo.reward grpo.reward_timeout_s grpo.num_generations grpo.max_completion_length "
+        "grpo.temperature grpo.top_p grpo.num_iterations grpo.steps_per_generation grpo.epsilon grpo.epsilon_high "
+        "grpo.beta grpo.loss_type grpo.scale_rewards grpo.importance_sampling_level grpo.mask_truncated_completions",
+        lambda r: r.train.objective in SAMPLED,
+        "train.objective={r.train.objective} samples no completions; set train.objective to grpo or rloo",
+    ),
+    (
+        "grpo.loss_type grpo.scale_rewards grpo.importance_sampling_level",
+        lambda r: r.train.objective != "rloo",
+        "train.objective=rloo has one form of the loss: the mean over completions, each with one ratio and an "
+        "advantage that is not scaled; set train.objective=grpo",
+    ),
+    (
+        "train.validate_every",
+        lambda r: r.train.objective not in SAMPLED,
+        "train.objective={r.train.objective} measures rewards in each step, and has no loss of prompts; leave it out",
     ),
     (
         "train.validate_every",

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.engine.config.data import DataConfig
+from penstock.engine.config.grpo import SAMPLED, GrpoConfig
 from penstock.engine.config.model import AdapterConfig, ModelConfig
+from penstock.engine.config.preference import LOSS_TYPES, PreferenceConfig
 from penstock.engine.config.storage import BudgetConfig, StorageConfig
 from penstock.engine.config.train import TrainConfig
 from penstock.engine.config.values import MOST_STEPS, parse_bytes, require, require_counts, require_kinds
@@ -110,6 +112,8 @@ class Recipe:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     budgets: BudgetConfig = field(default_factory=BudgetConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
@@ -129,7 +133,40 @@ class Recipe:
                 tracker in TRACKERS,
                 f"trackers: '{one_line(tracker, 40)}' is not a tracker; choose from {', '.join(TRACKERS)}",
             )
+        kinds, kind = LOSS_TYPES.get(self.train.objective, ()), self.preference.loss_type
+        require(
+            kind is None or not kinds or kind in kinds,
+            f"preference.loss_type: '{one_line(kind, 40)}' does not belong to train.objective="
+            f"{self.train.objective}; choose "
+            f"from {', '.join(kinds)}",
+        )
+        require(
+            self.train.objective != "reward" or not self.adapter.is_used,
+            f"adapter.method: {self.adapter.method}, but train.objective=reward trains a new layer, which an adapter "
+            "leaves out; set adapter.method=none, and train.freeze for layers that are not to be trained",
+        )
+        if self.train.objective in SAMPLED:
+            self._check_rollouts()
         require(len({*self.trackers}) == len(self.trackers), "trackers: one is listed twice; list each once")
+
+    def _check_rollouts(self) -> None:
+        objective, batch, group = self.train.objective, self.train.global_batch_size, self.grpo.num_generations
+        require(
+            bool(self.grpo.reward),
+            f"grpo.reward: empty, but train.objective={objective} needs one; name a function, FILE.py:FUNCTION, or "
+            "command: PROGRAM",
+        )
+        require(
+            batch % group == 0,
+            f"train.global_batch_size: {batch} is not a multiple of grpo.num_generations {group}; a step has all "
+            "completions of its prompts, so set one of them to fit the other",
+        )
+        plain = self.adapter.method in ("lora", "rslora") and self.adapter.start is None
+        require(
+            not self.grpo.beta or plain,
+            f"grpo.beta: {self.grpo.beta} compares with the model as it was before training, which is there beside a "
+            "LoRA adapter that begins at zero alone; set adapter.method=lora without adapter.start, or grpo.beta=0",
+        )
 
 
 _SHORT = 60
@@ -140,7 +177,7 @@ def _trained(recipe: Recipe) -> dict[str, Any]:
     """Dotted field -> value of what decides what is trained on what."""
     return {
         f"{section}.{name}": value
-        for section in ("model", "adapter", "data", "train")
+        for section in ("model", "adapter", "data", "train", "preference", "grpo")
         for name, value in dataclasses.asdict(getattr(recipe, section)).items()
     }
 

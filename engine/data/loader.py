@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from penstock.engine.config import DataConfig, Recipe, TrainConfig
+from penstock.engine.config import DataConfig, TrainConfig
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.packing import (
+    PackingReport,
+    Pieces,
     Rows,
     count_rows,
     cut_pieces,
@@ -20,11 +22,14 @@ from penstock.engine.data.packing import (
     mixture_parts,
     num_windows,
     pack_rows,
-    split_documents,
     window,
 )
-from penstock.engine.model.spec import ModelSpec
-from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
+from penstock.engine.data.stream import Span, Stream
+from penstock.engine.model.reward import last_token
+from penstock.engine.model.sequences import totals_of
+from penstock.engine.model.tokens import MicroBatch
+from penstock.engine.objectives.base import OBJECTIVES, Objective
+from penstock.engine.objectives.sequences import CHOSEN, MISMATCHED, REJECTED
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import is_whole, one_line
 
@@ -42,6 +47,13 @@ class DataLoader:
     that is not trained on. `best_fit` and `none`: a row is a number of documents that fit into it, whole; the rows of a
     micro-batch lie end to end without anything between them, and the padding that is left is at the stream's end.
 
+    Answers that are compared (`corpus.sides`) are never cut. A pair is two documents of the stream, one behind the
+    other, in one row. An answer with a verdict is followed, where the objective needs that, by one to another prompt:
+    this prompt, and the answer of the document before. `reference`, float64 [corpus documents, 2]: what the reference
+    model finds of each of the two (engine/reference_logps.py); None: not known yet.
+
+    `padding`: the token id that a reward model takes for padding (model/reward.py), which no reward is of.
+
     `documents` are the indices of those that it draws from; None: all. Not `endless`: each document of a mixture comes
     once, then rows are filled with padding. `report` says what became of documents that are longer than a row.
 
@@ -58,6 +70,8 @@ class DataLoader:
         one_document_per_row: bool = False,
         documents: NDArray[np.int64] | None = None,
         endless: bool = True,
+        objective: Objective = OBJECTIVES["next_token"],
+        padding: int | None = None,
     ) -> None:
         corpus.require_vocabulary(vocab_size)
         self.corpus, self._data = corpus, data
@@ -68,15 +82,32 @@ class DataLoader:
         self._endless = endless
         self._packed = data.packing != "wrap" and not one_document_per_row
         documents = np.arange(corpus.info.num_documents) if documents is None else documents
-        if corpus.images is not None:
-            self._require_whole(corpus.images.documents, documents)
+        self._objective, self._documents = objective, documents
+        self._target = partial(last_token, padding=padding) if objective.reward_model else None
+        self.reference: NDArray[np.float64] | None = None
+        lengths = np.diff(corpus.starts)[documents]
+        if corpus.sides is not None:
+            if one_document_per_row:
+                raise UserError(
+                    "train.objective: this model computes one document per row, and comparing answers takes two; use "
+                    "another model, or train.objective=next_token"
+                )
+            if objective.mismatched:
+                lengths = lengths + self._mismatched_lengths(corpus.sides[documents, 0], lengths)
+            self._require_whole(lengths, "answers that are compared")
+        elif corpus.images is not None:
+            pictured = np.isin(documents, corpus.images.documents)
+            self._require_whole(lengths[pictured], "documents with images")
         held_out = corpus.info.num_documents - len(documents)
         self._settings: dict[str, object] = {"seed": data.seed, "validation_documents": held_out}
         self._settings |= {name: getattr(data, name) for name in ("packing", "long_documents", "order")}
         weights = data.part_weights if endless else []
         self._parts = mixture_parts(documents, corpus.info.part_documents, weights)
         starts, stops = corpus.starts[documents], corpus.starts[documents + 1]
-        self._pieces = cut_pieces(starts, stops, self._sequence_length, data.long_documents, corpus.weights)
+        if corpus.sides is None:
+            self._pieces = cut_pieces(starts, stops, self._sequence_length, data.long_documents, corpus.weights)
+        else:
+            self._pieces, self._compared = _whole_pieces(starts, stops, lengths, self._sequence_length)
         if not len(self._pieces.starts):
             ways, then = "split or cut", ""
             if data.long_documents != "drop":
@@ -88,30 +119,38 @@ class DataLoader:
                 f"data.long_documents to {ways}"
             )
         self._start_epoch(0)
-        self.report = self._pieces.report._replace(filled=self._share_filled())
+        self.num_rows, share_filled = self._count_rows()
+        """Of the first epoch; of a large one about so many."""
+        self.report = self._pieces.report._replace(filled=share_filled)
 
-    def _require_whole(self, pictured: NDArray[np.int64], documents: NDArray[np.int64]) -> None:
-        """UserError unless those of the `documents` that have images come whole."""
-        if self._data.packing == "wrap" and not self._one_document_per_row:
+    def _require_whole(self, lengths: NDArray[np.int64], what: str) -> None:
+        """UserError unless documents of such `lengths` come whole."""
+        if self._data.packing == "wrap" and not self._one_document_per_row and len(lengths):
             raise UserError(
-                "data.packing: wrap cuts documents at the ends of rows, and some have images; set data.packing=best_fit"
+                f"data.packing: wrap cuts documents at the ends of rows, and there are {what}; set "
+                "data.packing=best_fit"
             )
-        lengths = np.diff(self.corpus.starts)[np.intersect1d(pictured, documents)]
         longer = int((lengths > self._sequence_length).sum())
         if longer and self._data.long_documents != "drop":
             raise UserError(
-                f"data.sequence_length: {self._sequence_length:,}, but {longer:,} documents with images are longer (up "
-                f"to {int(lengths.max()):,} tokens), and those are never cut; raise it, or set data.long_documents=drop"
+                f"data.sequence_length: {self._sequence_length:,}, but {longer:,} {what} are longer (up to "
+                f"{int(lengths.max()):,} tokens), and those are never cut; raise it, or set data.long_documents=drop"
             )
 
-    def _share_filled(self) -> float:
-        """Share of the first epoch's rows that is tokens; of a large one about so much."""
-        if not self._packed and not self._one_document_per_row:
-            return 1.0
-        lengths = self._pieces.tokens(self._order, self._sequence_length)
-        packing = self._data.packing if self._packed else "none"
+    @staticmethod
+    def _mismatched_lengths(prompts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of each document's prompt with the answer of the one before."""
+        result: NDArray[np.int64] = prompts + np.roll(lengths - prompts, 1)
+        return result
+
+    def _count_rows(self) -> tuple[int, float]:
+        """The first epoch's rows, and the share of them that is tokens; of a large one about so many and so much."""
+        lengths = self._tokens(self._order)
+        packing = self._data.packing if self._packed else "none" if self._one_document_per_row else "wrap"
         rows = count_rows(lengths, self._sequence_length, packing, self._data.order)
-        return min(1.0, int(lengths.sum()) / max(1, rows * self._sequence_length))
+        if packing == "wrap":
+            return rows, 1.0
+        return rows, min(1.0, int(lengths.sum()) / max(1, rows * self._sequence_length))
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -123,7 +162,7 @@ class DataLoader:
         self._length = len(self._order)
         """Windows, or pieces."""
         if self._packed and len(self._order):
-            tokens = int(self._pieces.tokens(self._order, self._sequence_length).sum())
+            tokens = int(self._tokens(self._order).sum())
             self._length = num_windows(len(self._order), tokens, self._sequence_length)
 
     @property
@@ -161,10 +200,34 @@ class DataLoader:
             "resume from a checkpoint"
         )
 
+    def _tokens(self, pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What pieces take of a row."""
+        if self.corpus.sides is None:
+            return self._pieces.tokens(pieces, self._sequence_length)
+        lengths: NDArray[np.int64] = self._compared.lengths[pieces]
+        return lengths
+
     def _piece_tokens(self, index: int) -> int:
         """Tokens of a piece of this epoch's order."""
         piece = self._order[index]
         return min(self._sequence_length, int(self._pieces.stops[piece] - self._pieces.starts[piece]))
+
+    @property
+    def ready(self) -> bool:
+        """Whether `next_step` may be called now."""
+        return True
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """What is known of the batches to come that a step reports, by name."""
+        return {}
+
+    def look_ahead(self, count: int) -> list[list[MicroBatch]]:
+        """So many steps' batches such as come next; the loader stays where it is."""
+        cursor = self.cursor
+        batches = [self.next_step() for _ in range(count)]
+        self.seek(cursor)
+        return batches
 
     @property
     def exhausted(self) -> bool:
@@ -178,8 +241,12 @@ class DataLoader:
         return [self.next_micro_batch() for _ in range(self._micro_batches)]
 
     def next_micro_batch(self) -> MicroBatch:
-        stream, at = _Stream(self._rows * self._sequence_length, self.corpus), 0
+        stream, at = Stream(self._rows * self._sequence_length, self.corpus), 0
         for row in range(1, self._rows + 1):
+            if self.corpus.sides is not None:
+                for piece in [] if self.exhausted else self._next_pieces():
+                    at = self._compare(stream, at, int(piece))
+                continue
             for span in self._next_trained_row():
                 stream.add(at, span)
                 at += span.length
@@ -191,7 +258,7 @@ class DataLoader:
             stream.documents.append(at)
         return stream.micro_batch(filled)
 
-    def _next_trained_row(self) -> list[_Span]:
+    def _next_trained_row(self) -> list[Span]:
         """The next row, leaving out rows without a target; packed ones have some."""
         row = self._next_row()
         if self.corpus.weights is not None and not self._packed:
@@ -199,20 +266,19 @@ class DataLoader:
                 row = self._next_row()
         return row
 
-    def _is_trained(self, span: _Span) -> bool:
+    def _is_trained(self, span: Span) -> bool:
         """Whether a token of a span has a target."""
         assert self.corpus.weights is not None
         return bool((self.corpus.weights[span.start + 1 : span.start + 1 + span.targets] > 0).any())
 
-    def _next_row(self) -> list[_Span]:
+    def _next_row(self) -> list[Span]:
         """The documents of the next row; none behind the end."""
-        result: list[_Span] = []
+        result: list[Span] = []
         left = self._sequence_length
         while left and not self.exhausted:
-            while self._epoch_ended:  # an epoch of a mixture may be empty
-                self._start_epoch(self._epoch + 1)
             if self._packed:
-                return [self._span(piece, 0, self._sequence_length) for piece in self._next_packed()]
+                return [self._span(piece, 0, self._sequence_length) for piece in self._next_pieces()]
+            self._begin_epochs()
             index, offset = self._at
             span = self._span(self._order[index], offset, left)
             result.append(span)
@@ -223,15 +289,21 @@ class DataLoader:
                 break
         return result
 
-    def _span(self, piece: np.int64, offset: int, most: int) -> _Span:
+    def _span(self, piece: np.int64, offset: int, most: int) -> Span:
         """Tokens of a piece from `offset` on, at most so many."""
         begin, stop = int(self._pieces.starts[piece]), int(self._pieces.stops[piece])
         start = begin + offset
         count = min(most, min(begin + self._sequence_length, stop) - start)
-        return _Span(start, count, min(count, stop - start - 1))
+        return Span(start, count, min(count, stop - start - 1))
 
-    def _next_packed(self) -> NDArray[np.int64]:
+    def _begin_epochs(self) -> None:
+        """Begin the next epoch where one has ended."""
+        while self._epoch_ended:  # an epoch of a mixture may be empty
+            self._start_epoch(self._epoch + 1)
+
+    def _next_pieces(self) -> NDArray[np.int64]:
         """The pieces of the next row of a window."""
+        self._begin_epochs()
         members, rows = self._packed_window()
         index, row = self._at
         self._at = index, row + 1
@@ -243,82 +315,69 @@ class DataLoader:
         """The pieces of the present window, and the rows that they make."""
         if self._window_rows is None:
             members = self._order[window(self._at[0], self._length, len(self._order))]
-            lengths = self._pieces.tokens(members, self._sequence_length)
+            lengths = self._tokens(members)
             seed = np.random.SeedSequence([self._data.seed, self._epoch], spawn_key=(self._at[0],))
             rows = pack_rows(lengths, self._sequence_length, self._data.packing, self._data.order, seed)
             self._window_rows = members, rows
         return self._window_rows
+
+    def _compare(self, stream: Stream, at: int, piece: int) -> int:
+        """Lay the answers of a piece at `at`, each a document; where the next one begins."""
+        which = int(self._compared.which[piece])
+        document, sides = int(self._documents[which]), self.corpus.sides
+        assert sides is not None
+        prompt, value = sides[document].tolist()
+        start, stop = self.corpus.starts[document : document + 2].tolist()
+        if self._objective.compares == "pairs":
+            parts = [(CHOSEN, [(start, start + value)]), (REJECTED, [(start + value, stop)])]
+        else:
+            parts = [(CHOSEN if value else REJECTED, [(start, stop)])]
+            if self._objective.mismatched:
+                other = int(self._documents[which - 1])
+                answer = int(self.corpus.starts[other]) + int(sides[other, 0]), int(self.corpus.starts[other + 1])
+                parts.append((MISMATCHED, [(start, start + prompt), answer]))
+        for number, (side, ranges) in enumerate(parts):
+            reference = None if self.reference is None else float(self.reference[document, number])
+            prompts = self._objective.prompts and side == CHOSEN
+            at += stream.add_answer(at, ranges, side=side, reference=reference, prompts=prompts, target=self._target)
+        return at
 
 
 _POSITION = {True: ("window", "row"), False: ("piece", "offset")}
 """What the two numbers of a place are called in a cursor, of packed rows and of others."""
 
 
-class _Span(NamedTuple):
-    """Tokens of the corpus that are a document of a row."""
+class _Compared(NamedTuple):
+    """Pieces of answers that are compared, a document of the corpus each."""
 
-    start: int
-    length: int
-    targets: int
-    """Of them, from the first on, that have a next token to predict."""
+    which: NDArray[np.int64]
+    """[pieces] places in the loader's documents."""
+    lengths: NDArray[np.int64]
+    """[pieces] tokens that all of its answers take of a row."""
 
 
-class _Stream:
-    """A micro-batch of so many tokens that is being filled: arrays of its fields, end-of-text padding where nothing is
-    put in (the largest token of the corpus where that is less: any token that every model of the corpus has)."""
+def _whole_pieces(
+    starts: NDArray[np.int64], stops: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int
+) -> tuple[Pieces, _Compared]:
+    """Those of documents [documents] whose `lengths` fit into a row, each a piece."""
+    fits = lengths <= capacity
+    first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(fits)])
+    report = PackingReport(dropped=int((~fits).sum()))
+    return Pieces(starts[fits], stops[fits], first, report), _Compared(np.flatnonzero(fits), lengths[fits])
 
-    def __init__(self, tokens: int, corpus: TokenCorpus) -> None:
-        self.corpus = corpus
-        self.ids = np.full(tokens, min(corpus.info.eos_id, corpus.info.max_token_id), dtype=np.int64)
-        self.labels = np.full(tokens, IGNORE_LABEL, dtype=np.int64)
-        self.positions = np.zeros(tokens, dtype=np.int64)
-        self.weights = None if corpus.weights is None else np.ones(tokens, dtype=np.float32)
-        """Those of the labels; 1 where there is none."""
-        self.documents: list[int] = []
-        self.lengths: list[int] = []
-        self.sources: list[int] = []
-        self.pictured: list[tuple[int, int, range]] = []
 
-    def add(self, at: int, span: _Span) -> None:
-        """Lay tokens of the corpus at `at`: a document."""
-        start, count, targets = span
-        tokens = self.corpus.tokens[start : start + max(count, targets + 1)]
-        self.ids[at : at + count] = tokens[:count]
-        self.positions[at : at + count] = np.arange(count)
-        labels = self.labels[at : at + targets]
-        labels[:] = tokens[1 : 1 + targets]
-        if self.corpus.weights is not None and self.weights is not None:
-            weights = self.corpus.weights[start + 1 : start + 1 + targets]
-            labels[weights == 0] = IGNORE_LABEL
-            self.weights[at : at + targets] = np.where(weights == 0, 1, weights)
-        self.documents.append(at)
-        self.lengths.append(count)
-        self.sources.append(start)
-        images = self.corpus.images
-        if images is not None and (numbers := images.of_document(self.corpus.document_at(start))):
-            self.pictured.append((at, at + count, numbers))
-
-    def pad(self, at: int, end: int, length: int) -> None:
-        """Let the padding from `at` to the `end` of a row of that `length` belong to its last document, or be one."""
-        if at == end - length:
-            self.documents.append(at)
-        begin = self.documents[-1]
-        self.positions[begin:end] = np.arange(end - begin)
-
-    def micro_batch(self, filled: int | None) -> MicroBatch:
-        weighted = self.weights is not None and bool((self.weights != 1).any())
-        return MicroBatch(
-            ids=torch.from_numpy(self.ids),
-            labels=torch.from_numpy(self.labels),
-            positions=torch.from_numpy(self.positions),
-            documents=self.documents,
-            num_targets=int((self.labels != IGNORE_LABEL).sum()),
-            lengths=self.lengths,
-            weights=torch.from_numpy(self.weights) if weighted else None,
-            filled=filled,
-            sources=self.sources,
-            pictured=self.pictured,
-        )
+def require_kind(corpus: TokenCorpus, train: TrainConfig, objective: Objective) -> None:
+    """UserError where the data are not what the objective takes."""
+    given, wanted = corpus.comparison, objective.compares
+    if given == wanted:
+        return
+    what = {"": "texts", "pairs": "pairs of answers", "unpaired": "answers with a verdict each"}
+    what["prompts"] = "prompts alone"
+    takes = [name for name, other in OBJECTIVES.items() if other.compares == given]
+    raise UserError(
+        f"train.objective: {train.objective} takes {what[wanted]}, and the data are {what[given]}; set it to one of "
+        f"{', '.join(takes)}, or give other data"
+    )
 
 
 def _is_cursor(cursor: object) -> bool:
@@ -343,12 +402,18 @@ class ValidationSet:
         self._start = loader.cursor
         self._most = most
         self.num_documents = num_documents
-        self.num_targets = sum(m.num_targets for micro_batches in self.passes(1) for m in micro_batches)
+        batches = [batch for some in self.passes(1) for batch in some]
+        self.num_targets = sum(batch.num_targets for batch in batches)
+        self.totals, self.num_rows = totals_of(batches), loader.num_rows
         if not self.num_targets:
             raise UserError(
                 f"data.validation_documents: the {num_documents} held-out documents have no token to predict; hold "
                 "out more"
             )
+
+    def set_reference(self, values: NDArray[np.float64]) -> None:
+        """Give what the reference model finds of the corpus' answers, as to a `DataLoader`."""
+        self._loader.reference = values
 
     def passes(self, per_pass: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of a validation, `per_pass` of them at a time; the last time there may be fewer."""
@@ -356,39 +421,3 @@ class ValidationSet:
         batches = (self._loader.next_micro_batch() for _ in range(self._most) if not self._loader.exhausted)
         while result := list(itertools.islice(batches, per_pass)):
             yield result
-
-
-def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validation: bool = False) -> DataLoader:
-    """The batches of a run, or of its `validation`, which end.
-
-    Raises UserError when the corpus holds an id beyond the vocabulary, or fewer documents than are held out.
-    """
-    data, train, documents = recipe.data, recipe.train, None
-    if data.validation_documents is not None:
-        split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed, data.order)
-        documents = split[int(validation)]
-    return DataLoader(
-        corpus,
-        data,
-        train,
-        vocab_size=spec.vocab_size,
-        one_document_per_row=spec.whole_documents,
-        documents=documents,
-        endless=not validation,
-    )
-
-
-def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> ValidationSet | None:
-    """What the validation loss is measured on; None where the recipe asks for none.
-
-    Raises UserError when there is nothing to measure it on.
-    """
-    data, train = recipe.data, recipe.train
-    if train.validate_every is None or data.validation_documents is None:
-        return None
-    rows = train.micro_batch_size
-    return ValidationSet(
-        make_loader(corpus, spec, recipe, validation=True),
-        num_documents=data.validation_documents,
-        most=(train.validation_sequences or train.global_batch_size) // rows,
-    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.config import SAMPLED
 from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.extrapolate import estimate, estimate_evaluation, estimate_samples, num_ops
 from penstock.engine.forecast.flops import active_params, executed_flops, model_flops
@@ -14,6 +15,7 @@ from penstock.engine.forecast.search import SearchResult, promised_s
 from penstock.engine.forecast.simulate import Simulation
 from penstock.engine.machine.peaks import peak_flops, utilisation
 from penstock.engine.machine.profile import Machine
+from penstock.engine.objectives.base import find_objective
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import frozen_bytes, generation_bytes
 from penstock.engine.plan.problem import FP32, PlanOptions
@@ -48,7 +50,8 @@ def forecast(
         simulation = result.best.simulation if as_searched else predict(plan, on)
     lengths = [n for m in batch for n in m.lengths] if batch is not None else rows(task)
     step_s = promised_s(simulation.step_s)
-    tokens = sum(m.num_targets for m in batch) if batch is not None else sum(lengths)
+    counted = batch is not None and not find_objective(task.recipe).reward_model
+    tokens = sum(m.num_targets for m in batch or ()) if counted else sum(lengths)
     wanted, done = model_flops(task.spec, lengths), executed_flops(task.spec, plan, lengths, on.filled).total
     peak = None if machine.gpu is None else peak_flops(machine.gpu)
     return plan.to_json() | {
@@ -158,7 +161,11 @@ def _whole_run(task: PlanRequest, plan: Plan, on: Conditions, simulation: Simula
     commits = -(-steps // every)
     validations = 0 if task.recipe.train.validate_every is None else -(-steps // task.recipe.train.validate_every)
     validation_s, samples = _validation_s(task, plan, on), _samples(task, plan, on)
+    reference = _reference(task, plan, on)
     between_s = validations * validation_s + (samples["times"] * samples["seconds"] if samples else 0.0)
+    between_s += reference["seconds"] if reference else 0.0
+    generations = _generations(task, plan, on)
+    between_s += generations["times"] * (generations["sampling_s"] + generations["logps_s"]) if generations else 0.0
     idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])
     held_up_s = max(0.0, through / machine.nvme_write_bytes_per_s - idle_s)
     per_step = simulation.bytes["nvme_write"]
@@ -184,7 +191,41 @@ def _whole_run(task: PlanRequest, plan: Plan, on: Conditions, simulation: Simula
         "validations": validations,
         "validation_s": validation_s,
         "samples": samples,
+        "reference": reference,
+        "generations": generations,
         "drives": shares,
+    }
+
+
+def _reference(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any] | None:
+    """How many rows the reference model reads before training, and how long that takes; None where it is not needed.
+    Where the data are not known, all steps have rows of their own."""
+    train = task.recipe.train
+    if not find_objective(task.recipe).reference:
+        return None
+    count = train.steps * train.global_batch_size if task.reference_rows is None else task.reference_rows
+    each_s = estimate_evaluation(plan, on, full=num_ops(plan) <= WHOLE_OPS)
+    return {"rows": count, "seconds": -(-count // train.global_batch_size) * each_s}
+
+
+def _generations(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any] | None:
+    """What completions are sampled to be trained on, if each has all tokens that it may have: how often, and seconds of
+    each time for sampling, and for their log-probabilities where several steps are trained on them. What rewards take
+    is not known. None where the recipe asks for none."""
+    train, config = task.recipe.train, task.recipe.grpo
+    if train.objective not in SAMPLED:
+        return None
+    full = num_ops(plan) <= WHOLE_OPS
+    steps = config.num_iterations * config.steps_per_generation
+    logps_s = config.steps_per_generation * estimate_evaluation(plan, on, full=full) if steps > 1 else 0.0
+    return {
+        "times": -(-train.steps // steps),
+        "steps": steps,
+        "prompts": train.global_batch_size * config.steps_per_generation // config.num_generations,
+        "completions": config.num_generations,
+        "tokens": config.max_completion_length,
+        "sampling_s": estimate_samples(plan, on, new_tokens=config.max_completion_length, full=full),
+        "logps_s": logps_s,
     }
 
 

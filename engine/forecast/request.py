@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.engine.config import PART_STEP, Recipe, parse_bytes
+from penstock.engine.config import PART_STEP, SAMPLED, Recipe, parse_bytes
 from penstock.engine.forecast.choices import chunk_options
 from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.least import MemoryTier, NoPlanError, helps, least, why_not
@@ -84,6 +85,11 @@ class PlanRequest:
     vision: VisionSpace = NO_VISION
     """Of the images in the data, where these are known."""
 
+    longest_prompt: int | None = None
+    """Tokens of the longest prompt that is completed; None: what a row leaves."""
+    reference_rows: int | None = None
+    """Of answers that the reference model reads before training; None: not known yet."""
+
     def __post_init__(self) -> None:
         lr_factors(self.recipe.train, depths(self.spec), self.spec.frozen_params)  # before anything is made
 
@@ -91,6 +97,7 @@ class PlanRequest:
         """What the planner has to solve with chunks of that length."""
         spec, recipe, budgets = self.spec, self.recipe, self.budgets
         data, train, storage = recipe.data, recipe.train, recipe.storage
+        objective = find_objective(recipe)
         buffers = buffer_shapes(spec, recipe)
         largest_file = ChunkFormat(max(buffer.part_numel for buffer in buffers) * FP32).file_bytes
         optimizer = find_optimizer(train)
@@ -136,10 +143,10 @@ class PlanRequest:
             retained_generations=retained_generations(recipe),
             samples=self.samples,
             last_good=storage.keep_good is not None,
-            scores=find_objective(train).whole_sequences,
+            scores=objective.whole_sequences,
             routing=self._routing if train.skip_idle_experts else None,
-            # The loss of the routers' balance is over all of a step's tokens.
-            one_group=spec.balances_routers(train.router_aux_loss),
+            # The loss of the routers' balance is over all of a step's tokens, as is KTO's KL divergence.
+            one_group=spec.balances_routers(train.router_aux_loss) or objective.mismatched,
         )
 
     @property
@@ -153,15 +160,34 @@ class PlanRequest:
     @property
     def samples(self) -> SampleSpace | None:
         """What the samples need room for; None where the recipe asks for none."""
-        wanted = self.recipe.samples
-        if wanted.every is None:
+        wanted, lengths = self.recipe.samples, tuple[int, ...]()
+        if wanted.every is not None:
+            tokens = most_prompt_tokens(wanted) if self.prompt_tokens is None else self.prompt_tokens
+            lengths = tuple(count + wanted.tokens for count in tokens)
+        if completions := self._completions:
+            # Samples use the same memory, at other times.
+            pairs = itertools.zip_longest(sorted(lengths), sorted(completions), fillvalue=0)
+            lengths = tuple(map(max, pairs))
+        if not lengths:
             return None
-        tokens = most_prompt_tokens(wanted) if self.prompt_tokens is None else self.prompt_tokens
         return SampleSpace(
-            lengths=tuple(count + wanted.tokens for count in tokens),
+            lengths=lengths,
             keeps=not self.spec.recurrent,
             vocabulary=self.spec.vocab_size,
+            often=bool(completions),
         )
+
+    @property
+    def _completions(self) -> tuple[int, ...]:
+        """Tokens that completions sampled side by side come to; none where none are trained on."""
+        recipe = self.recipe
+        if recipe.train.objective not in SAMPLED:
+            return ()
+        count = recipe.train.global_batch_size * recipe.grpo.steps_per_generation
+        longest = recipe.data.sequence_length
+        if self.longest_prompt is not None:
+            longest = self.longest_prompt + recipe.grpo.max_completion_length
+        return (longest,) * count
 
     @property
     def chunks(self) -> list[int]:

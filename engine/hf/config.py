@@ -19,6 +19,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from penstock.engine.config import MOST_LAYERS, MOST_SIZE, ModelConfig, Recipe
 from penstock.engine.hf.quantised import drop_quantisation
+from penstock.engine.model.reward import as_reward, is_reward
+from penstock.engine.objectives.base import find_objective
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.model_folder import read_config_file
 from penstock.storage.files.untrusted import one_line, parse_object, printable
@@ -158,11 +160,24 @@ def _require_sane(values: Any, where: str, name: str = "") -> None:
 
 
 def model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
-    """The transformers config that a recipe describes, `model.overrides` on top.
+    """The transformers config that a recipe describes, `model.overrides` on top; of a reward model, where its objective
+    trains one.
 
     Where `model.path` exists, that is its config.json, and shape fields beside it must agree with it; else it is made
     from the shape. `vocab_size` is the tokenizer's. Raises UserError naming the field and both values.
     """
+    config = _model_config(recipe, vocab_size)
+    if find_objective(recipe).reward_model:
+        return as_reward(config)
+    if is_reward(config):
+        raise UserError(
+            f"model.path: {one_line(str(recipe.model.path))} is a reward model, which has no probabilities of "
+            "tokens; give a language model, or set train.objective=reward"
+        )
+    return config
+
+
+def _model_config(recipe: Recipe, vocab_size: int | None) -> PretrainedConfig:
     model = recipe.model
     if model.path is not None:
         folder = Path(model.path).expanduser()

@@ -21,12 +21,14 @@ from penstock.engine.data.text.tokenizer import TOKENIZER_FILES, write_tokenizer
 from penstock.engine.hf import generation
 from penstock.engine.hf.config import with_floats, without_floats, without_implementation
 from penstock.engine.hf.conversion import Conversion, ConversionPlan
+from penstock.engine.hf.language_head import tensors_of_head
 from penstock.engine.hf.named_code import named_code
 from penstock.engine.hf.quantised import DequantisingReader, open_checkpoint, remarks_on_quantised, without_quantisation
 from penstock.engine.model import groups, skeleton
 from penstock.engine.model.adapters import is_adapter, plain_name
-from penstock.engine.model.anatomy import initial_constants
-from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
+from penstock.engine.model.anatomy import Initializer, initial_constants
+from penstock.engine.model.reward import SCORE, is_reward
+from penstock.engine.model.spec import HEAD, ModelSpec, block_of, buffers_of_blocks
 from penstock.storage.files.disk import atomic_write, require_writable
 from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.files.model_folder import read_model_file
@@ -73,10 +75,13 @@ class NewRows(NamedTuple):
         return grown
 
 
-def import_blocks(layout: CheckpointLayout, new_rows: NewRows | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def import_blocks(
+    layout: CheckpointLayout, new_rows: NewRows | None = None, seed: int = 0
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Every buffer of the spec, or its base, in order with fp32 parameters by name; a block is in memory at a time.
 
-    `new_rows`: of the tables by token id, which may be smaller in the checkpoint.
+    `new_rows`: of the tables by token id, which may be smaller in the checkpoint. `seed`: of parameters that the
+    checkpoint lacks.
 
     Raises UserError at once for a tensor of a dtype that fp32 does not hold; while reading, when tied tensors differ.
     """
@@ -86,16 +91,21 @@ def import_blocks(layout: CheckpointLayout, new_rows: NewRows | None = None) -> 
                 f"{layout.reader.file(name)}: tensor '{name}' is {dtype}, which fp32 cannot represent exactly; convert "
                 f"it to one of {', '.join(FLOAT_DTYPES)}"
             )
-    return groups.cut_values(layout.cut, _import_blocks(layout, new_rows))
+    return groups.cut_values(layout.cut, _import_blocks(layout, new_rows, seed))
 
 
-def _import_blocks(layout: CheckpointLayout, new_rows: NewRows | None) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _import_blocks(
+    layout: CheckpointLayout, new_rows: NewRows | None, seed: int
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     spec = layout.spec
     tables = set() if new_rows is None else skeleton.vocabulary_tables(skeleton.build(spec.config))
     for block, buffers in buffers_of_blocks(spec).items():
         values = dict(layout.read_block(block))
         for buffer in buffers:
             params = spec.buffers[buffer].params
+            if layout.lacking & {param.name for param in params}:
+                made = Initializer(spec, seed).values(buffer)
+                values |= {name: made[name] for name in layout.lacking & made.keys()}
             if all(is_adapter(param.name) for param in params):
                 continue
             for param in params:
@@ -120,6 +130,9 @@ def remarks_on_tensors(folder: Path, config: PretrainedConfig, trained: Collecti
     `trained`: parameters of the vision tower that are."""
     reader, model = open_checkpoint(folder), skeleton.build(config)
     unused = ConversionPlan(model, reader).unused
+    if is_reward(config) and SCORE not in reader.tensors:
+        head = tensors_of_head(config, reader)
+        unused = [name for name in unused if name not in head]
     whole = skeleton.build_whole(config)
     in_whole = None if whole is None else ConversionPlan(whole, reader)
     others = set(unused if in_whole is None else in_whole.unused)
@@ -227,7 +240,12 @@ class CheckpointLayout:
             else:
                 self.of_block[block].append(conversion)
                 made.update(names)
-        missing = next((name for name in owner if name not in made), None)
+        self.lacking = frozenset({SCORE} - made if is_reward(spec.config) else ())
+        """Parameters that a language model's checkpoint has not, and a reward model begins with random ones of."""
+        if self.lacking:
+            head = tensors_of_head(spec.config, reader)
+            self.kept = [name for name in self.kept if name not in head]
+        missing = next((name for name in owner if name not in made | self.lacking), None)
         if missing is not None:
             raise UserError(
                 f"{reader.folder}: no tensor provides the model's parameter '{missing}'; the checkpoint is "
@@ -375,6 +393,9 @@ class _Export:
         code, missing = named_code(origin, copied | {"config.json": config})
         copied |= code
         tensors = [(name, *reader.tensors[name]) for name in layout.kept]
+        if layout.lacking:
+            like = dtype or reader.tensors[layout.of_block[HEAD][0].sources[0]][0]
+            tensors += [(p.name, like, p.shape) for p in self.spec.params if p.name in layout.lacking]
         for conversions in layout.of_block.values():
             for conversion in conversions:
                 kept = any(layout.canonical[target] in self._kept for target in conversion.targets)
@@ -387,6 +408,8 @@ class _Export:
                 values = {target: params[layout.canonical[target]] for target in conversion.targets}
                 for name, tensor in layout.plan_of(conversion).revert(conversion, values).items():
                     yield name, self._rounded(name, tensor, dtypes[name])
+            for name in layout.lacking & params.keys():
+                yield name, self._rounded(name, params[name], dtypes[name])
 
         self._write(tensors, ((name, reader.read(name)) for name in layout.kept), made)
         for name, content in copied.items():

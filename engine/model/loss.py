@@ -100,6 +100,19 @@ class CrossEntropy:
         return loss
 
 
+class NegatedValue:
+    """In the place of a cross entropy the negative of a reward model's value."""
+
+    def __call__(
+        self, values: Tensor, labels: Tensor, weights: Tensor, scale: float, work_bytes: int, z_loss: float = 0.0
+    ) -> Tensor:
+        """Minus the sum over rows of weight x value (float64, 0-dim) of `values` [n, 1]; leaves in them the gradient
+        of scale x that. The other arguments are those of a CrossEntropy, and none counts."""
+        loss = -(weights * values[:, 0]).sum(dtype=torch.float64)
+        values.copy_((-scale * weights)[:, None])
+        return loss
+
+
 def log_probabilities(logits: Tensor, labels: Tensor, work_bytes: int) -> Tensor:
     """Of each row of logits [n, vocab] that of its label, float64 [n]; rows are taken to float32 as by CrossEntropy."""
     dtype = torch.promote_types(logits.dtype, torch.float32)

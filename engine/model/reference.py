@@ -7,7 +7,6 @@ mistake, it computes `forward_backward` in float64.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from penstock.engine.model.images import Images
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment, States
 from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.sequences import coefficients, sequences_of, totals_of
 from penstock.engine.model.skeleton import weight_dtype
 from penstock.engine.model.spec import EMBED, HEAD, VISION, ModelSpec, depths, layouts
 from penstock.engine.model.tokens import (
@@ -33,8 +33,8 @@ from penstock.engine.model.tokens import (
     mean_by_weight,
     total_weight,
 )
-from penstock.engine.objectives.base import OBJECTIVES, Objective, find_objective
-from penstock.engine.objectives.sequences import Sequences, sequence_numbers, split_coefficients
+from penstock.engine.objectives.base import OBJECTIVES, Objective
+from penstock.engine.objectives.sequences import Found
 from penstock.engine.optim.base import MASTER, UpdateRange, find_optimizer
 from penstock.engine.optim.groups import lr_factors, with_factors
 from penstock.engine.optim.lr import clip_coefficient, learning_rate
@@ -46,11 +46,16 @@ Tensors = Mapping[str, Tensor]
 class Training:
     """A model in training: per flat buffer its rounded weights, its gradient and the optimizer's float32 state."""
 
-    def __init__(self, runner: ModelRunner, train: TrainConfig, parameters: Tensors) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        train: TrainConfig,
+        parameters: Tensors,
+        objective: Objective = OBJECTIVES["next_token"],
+    ) -> None:
         """`parameters`: float32 values to begin with."""
         optimizer, spec = find_optimizer(train), runner.spec
         self.runner, self.train, self.num_steps = runner, train, 0
-        objective = find_objective(train)
         self.forward_backward = partial(forward_backward, runner, z_loss=train.z_loss, objective=objective)
         self.optimizer, self.layouts = optimizer.make("fused"), layouts(spec)
         self.optimizer = with_factors(self.optimizer, lr_factors(train, depths(spec)))
@@ -115,7 +120,8 @@ def forward_backward(
     z_loss: float = 0.0,
     objective: Objective = OBJECTIVES["next_token"],
 ) -> float:
-    """Mean loss of the streams' targets by their weights; adds its gradients to `gradients` (float32).
+    """The objective's loss, usually the mean of the targets by their weights; adds its gradients to `gradients`
+    (float32).
 
     `weights`: all parameters in the runner's dtype, laid out as in flat buffers (`in_buffers`); likewise `gradients`,
     which has those that are trained. `in_pieces`: attention goes over one chunk of keys at a time. With `z_loss` the
@@ -183,17 +189,22 @@ def forward_backward(
     # Loss, and the gradient of the last layer's output in its place. From here on the last chunk comes first: later
     # queries add to the gradients of earlier keys.
     here, sums = _of_block(runner, HEAD, weights), _of_block(runner, HEAD, gradients)
-    losses, backwards = torch.zeros(len(chunks)), range(len(chunks))[::-1]
-    targets = [chunk.tokens for chunk in chunks]
+    losses, backwards, found = torch.zeros(len(chunks)), range(len(chunks))[::-1], Found()
+    targets, heat = [chunk.tokens for chunk in chunks], objective.temperature
     if objective.whole_sequences:
         # What each target counts follows from the scores of all.
-        scores = [runner.evaluate(here, x, tokens, logits_bytes)[0] for x, tokens in zip(hidden, targets, strict=True)]
-        result = _sequences(streams, ranges, targets, scores)
-        weighed = zip(targets, split_coefficients(objective, result), strict=True)
-        targets, total = [replace(tokens, weights=weights) for tokens, weights in weighed], 1.0
+        pairs = zip(hidden, targets, strict=True)
+        scores = [runner.evaluate(here, x, tokens, logits_bytes, heat)[0] for x, tokens in pairs]
+        whole = sequences_of(streams, torch.cat(scores).cpu(), totals_of(streams))
+        made, measured = coefficients(objective, whole)
+        found.add(measured)
+        parts = made.to(runner.device).split([len(of_chunk) for of_chunk in scores])
+        targets = [replace(tokens, weights=part) for tokens, part in zip(targets, parts, strict=True)]
+        total = 1.0
     for i in backwards:
         scale = mean_by_weight(1.0, total)
-        losses[i], hidden[i] = runner.head(here, hidden[i], targets[i], scale, sums, logits_bytes, z_loss=z_loss)
+        more = {"z_loss": z_loss, "temperature": heat}
+        losses[i], hidden[i] = runner.head(here, hidden[i], targets[i], scale, sums, logits_bytes, **more)
 
     # Backward: a layer's gradient is of its input now, no longer of its output. It ends with the lowest block that is
     # trained; with nothing frozen that is the embedding, or the tower.
@@ -230,7 +241,7 @@ def forward_backward(
     for tower, of_stream_images, start, end in pictured[::-1] if lowest < embed else ():
         here, sums = _of_block(runner, VISION, weights), _of_block(runner, VISION, gradients)
         tower.backward(here, of_stream_images, start, end, sums)
-    return mean_by_weight(float(losses.double().sum()), total)
+    return found.loss if objective.whole_sequences else mean_by_weight(float(losses.double().sum()), total)
 
 
 def _of_layer(runner: ModelRunner, layer: int, tensors: Tensors) -> dict[str, Tensor]:
@@ -243,24 +254,6 @@ def _of_block(runner: ModelRunner, block: str, tensors: Tensors) -> dict[str, Te
     """Those in `tensors` that a block computes with: its own, and for a head that shares it the embedding."""
     params = runner.spec.params_of(next(b for b in runner.spec.blocks if b.name == block))
     return {param.name: tensors[param.name] for param in params if param.name in tensors}
-
-
-def _sequences(
-    streams: Sequence[MicroBatch],
-    ranges: Sequence[Sequence[tuple[int, int]]],
-    targets: Sequence[ChunkTokens],
-    scores: Sequence[Tensor],
-) -> list[Sequences]:
-    """The targets of each chunk with their scores and the sequences they are of."""
-    firsts = [0, *itertools.accumulate(len(stream.documents) for stream in streams)]
-    cut = [(start, i) for i, of_stream in enumerate(ranges) for start, _ in of_stream]
-    numbers = [
-        sequence_numbers(tokens.rows, start, streams[i].documents, firsts[i])
-        for tokens, (start, i) in zip(targets, cut, strict=True)
-    ]
-    count = len(torch.unique(torch.cat(numbers)))
-    of = zip(scores, targets, numbers, strict=True)
-    return [Sequences(result, tokens.weights, number, count) for result, tokens, number in of]
 
 
 class _Chunk(NamedTuple):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+from penstock.engine.model.reward import is_reward
 from penstock.storage.files.errors import UserError
 
 FUNCTION = "load_balancing_loss_func"
@@ -37,7 +38,10 @@ class Router:
 
 
 def own_coefficient(config: PretrainedConfig) -> float:
-    """The weight that `config` itself gives the loss; 0 where it does not switch it on."""
+    """The weight that `config` itself gives the loss; 0 where it does not switch it on, and of a reward model, of which
+    transformers defines none."""
+    if is_reward(config):
+        return 0.0
     text = config.get_text_config(decoder=True)
     return float(text.router_aux_loss_coef) if getattr(text, "output_router_logits", False) else 0.0
 

@@ -16,6 +16,7 @@ from penstock.engine.model import skeleton
 from penstock.engine.model.branches import BranchRunner
 from penstock.engine.model.layers import LayerInputs, LayerRunner
 from penstock.engine.model.recurrence import Segment, document_ranges
+from penstock.engine.model.reward import is_reward
 from penstock.engine.model.router import RouterBalance, find_router
 from penstock.engine.model.skeleton import LayerCall, Skeleton, Tensors
 from penstock.engine.model.spec import ModelSpec, rotary_threshold
@@ -66,13 +67,17 @@ class ModelRunner:
         )
         self.tower = None if spec.vision is None else TowerRunner(spec.config, self.device, dtype)
         self._frozen = spec.frozen_params
-        self._cross_entropy = loss_terms.CrossEntropy(compile=compile)
+        self._gives_rewards = is_reward(spec.config)
+        self._cross_entropy = self._make_loss()
         self._logits_cost: loss_terms.LogitsCost | None = None
 
     def compile(self, compiled: bool) -> None:
         self.compiled = compiled
         self.layers.compile(compiled)
-        self._cross_entropy = loss_terms.CrossEntropy(compile=compiled)
+        self._cross_entropy = self._make_loss()
+
+    def _make_loss(self) -> loss_terms.CrossEntropy | loss_terms.NegatedValue:
+        return loss_terms.NegatedValue() if self._gives_rewards else loss_terms.CrossEntropy(compile=self.compiled)
 
     def inputs(self, positions: Tensor, longest: Tensor | int | None) -> LayerInputs:
         """Arguments of every layer for tokens at `positions` (int64 [n], from the start of their document, or [n, 4] as
@@ -164,12 +169,14 @@ class ModelRunner:
         logits_bytes: int,
         *,
         z_loss: float = 0.0,
+        temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Loss and gradients of the last layer's output x [n, hidden] against the labels of those tokens that have one.
 
         Returns the sum over labels of weight x cross entropy (float64, 0-dim, not scaled) and dx [n, hidden], the
-        gradient of loss_scale x that sum and its z_loss (model/loss.py); adds to `grads`. Logits exist for as many
-        tokens at once as fit `logits_bytes`, at least one.
+        gradient of loss_scale x that sum and its z_loss (model/loss.py); adds to `grads`. Logits, divided by
+        `temperature`, exist for as many tokens at once as fit `logits_bytes`, at least one. Of a reward model the cross
+        entropy is minus its value.
         """
         dx = torch.zeros_like(x)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -182,7 +189,10 @@ class ModelRunner:
                     logits = self._skeleton.logits(part_x)
                 # `data`, as autograd would see a write to `detach()` and rebuild the way back with a copy of it.
                 dlogits = logits.data if cost.in_place else logits.data.clone()
-                loss += self._cross_entropy(dlogits, labels, shares, loss_scale, work_bytes, z_loss)
+                if temperature != 1:
+                    dlogits.div_(temperature)
+                scale = loss_scale / temperature
+                loss += self._cross_entropy(dlogits, labels, shares, scale, work_bytes, z_loss)
                 wanted = [part_x, *trained.values()]
                 part_dx, *computed = torch.autograd.grad(logits, wanted, dlogits, allow_unused=True)
                 del logits, dlogits
@@ -193,8 +203,11 @@ class ModelRunner:
                 del computed
         return loss, dx
 
-    def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> tuple[Tensor, Tensor]:
-        """Of each target its log-probability, float64 [t], and whether it is the likeliest token, bool [t]."""
+    def evaluate(
+        self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Of each target its log-probability by logits / temperature, float64 [t], and whether it is the likeliest
+        token, bool [t]; of a reward model the value at its token, and False."""
         scores = torch.zeros_like(tokens.labels, dtype=torch.float64)
         right = torch.zeros_like(tokens.labels, dtype=torch.bool)
         with torch.no_grad(), self._skeleton.bound(weights, self._frozen) as bound:
@@ -203,7 +216,12 @@ class ModelRunner:
             for part, labels, _ in _pieces(tokens, step):
                 logits = self._skeleton.logits(x.index_select(0, part))
                 here = slice(done, done := done + len(labels))
+                if self._gives_rewards:
+                    scores[here] = logits[:, 0]
+                    continue
                 torch.eq(logits.argmax(dim=-1), labels, out=right[here])
+                if temperature != 1:
+                    logits.div_(temperature)
                 scores[here] = loss_terms.log_probabilities(logits, labels, logits_bytes // loss_terms.WORK_SHARE)
                 del logits
         return scores, right

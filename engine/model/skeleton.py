@@ -24,6 +24,7 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -31,6 +32,7 @@ from transformers import (
 from penstock.engine.attention import chunk as attention
 from penstock.engine.config import AdapterConfig
 from penstock.engine.model import adapters, kernel_packages
+from penstock.engine.model.reward import is_reward, score_layer
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.errors import UserError
 
@@ -78,7 +80,10 @@ class _Stop(BaseException):
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Which of transformers' classes makes a model of `config` that has logits for texts. UserError: none does."""
+    """Which of transformers' classes makes a model of `config` that has logits for texts, or rewards. UserError: none
+    does."""
+    if is_reward(config):
+        return AutoModelForSequenceClassification
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -147,6 +152,8 @@ def build(
         raise UserError(
             f"model type '{config.model_type}': its attention does not go through transformers' attention interface"
         ) from error
+    if is_reward(config):
+        score_layer(model)  # or it is refused
     model.eval()
     kernel_packages.keep_to_gpus(model)
     _untrained_to_buffers(model)
@@ -337,6 +344,12 @@ class Skeleton:
             layer.forward = self._pass_through(index, first_parameter(layer))
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._rotary = LengthState(model, self.layers)
+        self._scores: Tensor | None = None
+        if is_reward(model.config):  # whose logits are those of one token alone
+            score_layer(model).register_forward_hook(self._keep_scores)
+
+    def _keep_scores(self, layer: nn.Module, given: Any, scores: Tensor) -> None:
+        self._scores = scores
 
     @contextmanager
     def bound(self, tensors: Tensors, frozen: Container[str] = ()) -> Iterator[dict[str, nn.Parameter]]:
@@ -396,15 +409,16 @@ class Skeleton:
         return calls
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [n, vocab] of the last layer's output x [n, hidden]."""
+        """Logits [n, vocab], or a reward model's values [n, 1], of the last layer's output x [n, hidden]."""
         self._inject = x[None]
         zeros = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         try:
             output = self._run(zeros, zeros, "logits")
+            scores = self._scores
         finally:
-            self._inject = None
-        logits: Tensor = output.logits.squeeze(0)  # an index would copy the gradient on the way back
-        return logits
+            self._inject = self._scores = None
+        logits: Tensor = output.logits if scores is None else scores
+        return logits.squeeze(0)  # an index would copy the gradient on the way back
 
     def _install(self, parameters: Mapping[str, nn.Parameter]) -> None:
         for name, sites in self._sites.items():

@@ -4,7 +4,7 @@ which rows have a target, which token ids occur."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -114,6 +114,14 @@ class MicroBatch:
     """(start, end, numbers of its images in the corpus) of each document that has some."""
     images: Images | None = None
     """What the text model is given of them; None: they have not been looked at, or there are none."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> float64 [documents without padding]: what an objective knows of each (objectives/sequences.py)."""
+    target_columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> float64 [T]: what an objective knows of each label."""
+    num_compared: int = 0
+    """Of the targets, those that no loss falls on: their likelihood alone is needed."""
+    prompts: Tensor | None = None
+    """[T] bool: labels that are tokens of prompts, for objectives that train these too; None: there are none."""
 
     @property
     def num_filled(self) -> int:

@@ -1,18 +1,22 @@
-"""The objectives that there are: train.objective -> the coefficient of each target.
+"""The objectives that there are: train.objective -> how a step's loss follows from its targets.
 
-The loss is the sum over a step's targets of coefficient times negative log-likelihood. An objective that knows them
-beforehand takes one visit of the head. One that needs whole sequences takes two: the first finds the log-probability of
-every target, the objective makes coefficients of them, and the second is the head's forward and backward.
+next_token is the mean negative log-likelihood of the targets: the head is visited once. Any other is a function of the
+log-probabilities of whole sequences. Then the head is visited twice: the first visit finds the log-probability of every
+target, the derivative of the loss with respect to it is that target's coefficient, and the second visit is the head's
+forward and backward with these coefficients.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
-from penstock.engine.config import TrainConfig, nearest
+from penstock.engine.config import SAMPLED, GrpoConfig, PreferenceConfig, Recipe, nearest
 from penstock.storage.files.errors import UserError
+
+if TYPE_CHECKING:
+    from penstock.engine.objectives.sequences import Measured, Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,28 +24,57 @@ class Objective:
     """An entry of `OBJECTIVES`."""
 
     implementation: str | None = None
-    """`module:function` from engine.objectives.sequences.Sequences to float64 [t], the coefficients of their targets;
-    None: a target's share of the step's weights."""
+    """`module:function` from (engine.objectives.sequences.Sequences, `options`) to Measured; None: the mean negative
+    log-likelihood of the targets."""
+    compares: Literal["", "pairs", "unpaired", "prompts"] = ""
+    """What the data have to be: answers in pairs, or each with a verdict, or prompts to complete; empty: texts."""
+    reference: bool = False
+    """Whether it needs log-probabilities of the model as it was before training."""
+    mismatched: bool = False
+    """Whether it also needs answers to other prompts (KTO's estimate of the KL divergence), of the whole step."""
+    prompts: bool = False
+    """Whether tokens of the chosen answers' prompts are targets too."""
+    reward_model: bool = False
+    """Whether what is trained is a reward model (model/reward.py): each answer has one target, its last token, whose
+    score is the model's value there."""
+    options: PreferenceConfig | GrpoConfig = field(default_factory=PreferenceConfig)
+    """The section of the recipe that it reads."""
 
     @property
     def whole_sequences(self) -> bool:
         """Whether coefficients need the scores of whole sequences."""
         return self.implementation is not None
 
-    def coefficients(self, result: Any) -> Any:
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by before they are probabilities: as completions are sampled."""
+        return self.options.temperature if isinstance(self.options, GrpoConfig) else 1.0
+
+    def measure(self, sequences: Sequences) -> Measured:
         module, _, name = str(self.implementation).partition(":")
-        return getattr(importlib.import_module(module), name)(result)
+        result: Measured = getattr(importlib.import_module(module), name)(sequences, self.options)
+        return result
 
 
 OBJECTIVES = {
     "next_token": Objective(),
-    "sequence_mean": Objective("penstock.engine.objectives.sequence_mean:coefficients"),
+    "sequence_mean": Objective("penstock.engine.objectives.sequence_mean:measure"),
+    "dpo": Objective("penstock.engine.objectives.dpo:measure", "pairs", reference=True),
+    "cpo": Objective("penstock.engine.objectives.cpo:measure", "pairs"),
+    "simpo": Objective("penstock.engine.objectives.simpo:measure", "pairs"),
+    "orpo": Objective("penstock.engine.objectives.orpo:measure", "pairs", prompts=True),
+    "reward": Objective("penstock.engine.objectives.reward:measure", "pairs", reward_model=True),
+    "grpo": Objective("penstock.engine.objectives.grpo:measure", "prompts"),
+    "rloo": Objective("penstock.engine.objectives.grpo:measure_rloo", "prompts"),
+    "kto": Objective("penstock.engine.objectives.kto:measure", "unpaired", reference=True, mismatched=True),
 }
 """train.objective -> what it is."""
 
 
-def find_objective(train: TrainConfig) -> Objective:
+def find_objective(recipe: Recipe) -> Objective:
     """The recipe's objective. Raises UserError with the nearest name for an unknown one."""
-    if train.objective not in OBJECTIVES:
-        raise UserError(f"train.objective: '{train.objective}' is unknown; {nearest(train.objective, OBJECTIVES)}")
-    return OBJECTIVES[train.objective]
+    name, preference = recipe.train.objective, recipe.preference
+    if name not in OBJECTIVES:
+        raise UserError(f"train.objective: '{name}' is unknown; {nearest(name, OBJECTIVES)}")
+    result = replace(OBJECTIVES[name], options=recipe.grpo if name in SAMPLED else preference)
+    return replace(result, mismatched=result.mismatched and preference.loss_type != "apo_zero_unpaired")

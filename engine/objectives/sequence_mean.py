@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from penstock.engine.objectives.sequences import Sequences
+from penstock.engine.config import PreferenceConfig
+from penstock.engine.objectives.sequences import Measured, Sequences
 
 
-def coefficients(result: Sequences) -> Tensor:
-    """w_t / (sum of w over t's sequence) / (sequences of the step)."""
-    _, which, counts = torch.unique_consecutive(result.sequence, return_inverse=True, return_counts=True)
-    totals = torch.segment_reduce(result.weights, "sum", lengths=counts)
-    return result.weights / totals[which] / result.num_sequences
+def measure(given: Sequences, options: PreferenceConfig) -> Measured:
+    """Of each sequence with a target its mean by weight, over the sequences of the step."""
+    lengths = given.lengths()
+    some = lengths > 0
+    return Measured(-given.logps()[some] / lengths[some] / given.totals.sequences, {})

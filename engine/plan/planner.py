@@ -30,6 +30,8 @@ from penstock.storage.tier.chunk import ChunkFormat
 
 SAMPLES_SHARE = 64
 """Keys and values of a run's samples stay on the GPU where they take no more than one part in so many of its budget."""
+COMPLETIONS_SHARE = 2
+"""The same of completions that are trained on."""
 ACTIVATION_STAGES = {2: 2, 4: 9}
 """PlanOptions.stages -> saved activations on their way to or from NVMe at once."""
 
@@ -346,7 +348,8 @@ def sample_tiers(problem: PlanInput) -> list[SampleTier]:
     if not problem.trains:
         return ["gpu", "ram", "nowhere"]
     there = sample_regions(replace(problem, samples=replace(space, tier="gpu"))).gpu_bytes
-    return ["gpu", "ram"] if there * SAMPLES_SHARE <= problem.gpu_budget else ["ram"]
+    share = COMPLETIONS_SHARE if space.often else SAMPLES_SHARE
+    return ["gpu", "ram"] if there * share <= problem.gpu_budget else ["ram"]
 
 
 def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:

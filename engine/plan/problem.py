@@ -192,6 +192,8 @@ class SampleSpace:
     """Keys and values may be cached; else every new token computes its sequence again."""
     vocabulary: int
     """Logits behind a token."""
+    often: bool = False
+    """Whether what is sampled is trained on, so that sampling takes as much time as training, or more."""
     tier: SampleTier | None = None
     """Where they are cached; None: the planner has not chosen yet."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.engine.generate.decode import Row
 from penstock.engine.model.images import Images
 from penstock.engine.model.tokens import ChunkTokens, MicroBatch, targets, total_weight
+from penstock.engine.objectives.sequences import Found
 from penstock.engine.plan.plan import Chunk, filled_chunks
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.storage.tier.arena import pinned_empty
@@ -37,6 +38,11 @@ class Batch:
     """Sum of their weights in the loss."""
 
     @property
+    def num_trained(self) -> int:
+        """Targets that carry a loss."""
+        return self.num_targets - sum(m.num_compared for m in self.micro_batches)
+
+    @property
     def extent(self) -> dict[str, Any]:
         """What a pass (schedule/passes.py) knows of it: `documents` and `chunks`."""
         return {"documents": [m.documents for m in self.micro_batches], "chunks": list(self.cut.values())}
@@ -44,6 +50,8 @@ class Batch:
 
 @dataclass(slots=True)
 class EvaluationData(Batch):
+    without_adapter: bool = False
+    """Whether the model is the one that the adapter is trained beside."""
     scores: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     """float64 [num_targets], in host memory: the log-probability of each target, in order, nats."""
     right: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
@@ -67,7 +75,12 @@ class StepData(Batch):
     loss: float = math.nan
     grad_norm: float = math.nan
     chunk_losses: dict[int, float] = field(default_factory=dict)
-    """Index of a chunk -> sum of its targets' negative log-likelihood by their weights, nats."""
+    """Index of a chunk -> sum of its targets' negative log-likelihood by their weights, nats; empty where an objective
+    over whole sequences has no loss of a chunk."""
+    known: dict[str, float] = field(default_factory=dict)
+    """What is known of the batch beforehand that the step reports, by name."""
+    found: Found = field(default_factory=Found)
+    """What such an objective finds of its sequences."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """The optimizer's scalars by device type."""
 
@@ -123,12 +136,14 @@ class BatchCarrier:
             self._numel = sum(chunk.end - chunk.start for chunk in chunks) * _TENSORS
             self._pinned = pinned_empty(self._numel, torch.int64)
 
-    def step(self, micro_batches: Sequence[MicroBatch], cursor: dict[str, Any]) -> StepData:
-        return StepData(**self._batch(micro_batches), cursor=cursor)
+    def step(
+        self, micro_batches: Sequence[MicroBatch], cursor: dict[str, Any], known: dict[str, float] | None = None
+    ) -> StepData:
+        return StepData(**self._batch(micro_batches), cursor=cursor, known=known or {})
 
-    def evaluation(self, micro_batches: Sequence[MicroBatch]) -> EvaluationData:
+    def evaluation(self, micro_batches: Sequence[MicroBatch], *, without_adapter: bool = False) -> EvaluationData:
         """Of as many micro-batches as a step has, or fewer."""
-        return EvaluationData(**self._batch(micro_batches))
+        return EvaluationData(**self._batch(micro_batches), without_adapter=without_adapter)
 
     def samples(self, pieces: Sequence[Sequence[Row]], read: dict[int, int]) -> SampleData:
         """A pass over rows of samples, `pieces[i]` of them in the place of chunk i, which has room for their tokens."""

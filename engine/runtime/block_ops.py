@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.tokens import mean_by_weight
-from penstock.engine.objectives.base import find_objective
+from penstock.engine.objectives.base import OBJECTIVES, Objective
 from penstock.engine.optim.base import Optimizer
 from penstock.engine.optim.lr import clip_coefficient, learning_rate
 from penstock.engine.runtime.coefficients import Coefficients
@@ -38,6 +40,7 @@ class BlockOps:
         train: TrainConfig,
         logits_bytes: int,
         idle: Idle | None = None,
+        objective: Objective = OBJECTIVES["next_token"],
     ) -> None:
         self._idle = idle
         self._views, self._train, self._nvme = views, train, cast(NvmeStore, store)
@@ -58,13 +61,15 @@ class BlockOps:
         self._starts = [0, *itertools.accumulate(chunk.end - chunk.start for chunk in plan.chunks)]
         self._scores = torch.zeros(self._starts[-1], dtype=torch.float64, device=self._device)
         self._hits = torch.zeros(self._starts[-1], dtype=torch.bool, device=self._device)
-        objective = find_objective(train)
-        whole = objective.whole_sequences
-        self._coefficients = Coefficients(views, objective, self._scores, self._starts) if whole else None
         make = pinned_empty if self._device.type == "cuda" else torch.empty
         self._report_on_host, self._scores_on_host, self._hits_on_host = (
             make(tensor.numel(), dtype=tensor.dtype) for tensor in (self._report, self._scores, self._hits)
         )
+        self._temperature = objective.temperature
+        self._coefficients: Coefficients | None = None
+        if objective.whole_sequences:
+            fetch = partial(self._to_host, self._scores, self._scores_on_host)
+            self._coefficients = Coefficients(views, objective, self._scores_on_host, self._starts, fetch)
 
     # ------------------------------------------------------------------ blocks
 
@@ -107,7 +112,9 @@ class BlockOps:
     def _head_evaluate(self, op: Op) -> None:
         views = self._views
         x = views.hidden(op.slots[a.X], views.chunk(op))
-        scores, right = self._runner.evaluate(views.weights(op), x, views.tokens(op), self._logits_bytes)
+        scores, right = self._runner.evaluate(
+            views.weights(op), x, views.tokens(op), self._logits_bytes, self._temperature
+        )
         there = slice(start := self._starts[op.index], start + scores.shape[0])
         self._scores[there], self._hits[there] = scores, right
 
@@ -119,7 +126,8 @@ class BlockOps:
         if self._coefficients is not None:
             tokens, scale = replace(tokens, weights=self._coefficients.of(op)), 1.0
         x, weights, gradients = views.hidden(op.slots[a.X], chunk), views.weights(op), views.gradients(op)
-        loss, dx = self._runner.head(weights, x, tokens, scale, gradients, self._logits_bytes, z_loss=z_loss)
+        limit, more = self._logits_bytes, {"z_loss": z_loss, "temperature": self._temperature}
+        loss, dx = self._runner.head(weights, x, tokens, scale, gradients, limit, **more)
         self._losses[op.index] = loss
         if a.OUT in op.slots:  # else nothing below is trained
             views.hidden(op.slots[a.OUT], chunk).copy_(dx)
@@ -161,8 +169,12 @@ class BlockOps:
         data.chunk_losses = {index: of_chunk[index] for index in data.cut}
         if (culprit := first_not_finite(self._views.plan, losses, squares, marks)) is not None:
             raise DivergedError(f"step {op.step}: {culprit} is not finite")
-        total = data.total_weight if self._coefficients is None else 1.0
-        data.loss = mean_by_weight(float(losses[list(data.cut)].sum()), total)
+        if self._coefficients is None:
+            data.loss = mean_by_weight(float(losses[list(data.cut)].sum()), data.total_weight)
+        else:
+            data.loss, data.chunk_losses = data.found.loss, {}
+            if math.isnan(data.loss):
+                raise DivergedError(f"step {op.step}: the loss is not finite")
         data.grad_norm = float(squares.sum().sqrt())
         clip = clip_coefficient(data.grad_norm, self._train.clip_norm)
         lr = learning_rate(self._train, op.step)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.engine.model.tokens import targets
+from penstock.engine.model.sequences import coefficients, sequences_of, totals_of
 from penstock.engine.objectives.base import Objective
-from penstock.engine.objectives.sequences import Sequences, sequence_numbers, split_coefficients
-from penstock.engine.runtime.batch import Batch
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule.ops import Op
 
@@ -19,39 +16,34 @@ from penstock.engine.schedule.ops import Op
 class Coefficients:
     """Made once for each group of a step, when all of its scores are there."""
 
-    def __init__(self, views: Views, objective: Objective, scores: Tensor, starts: Sequence[int]) -> None:
-        """`scores`: the log-probabilities of a step's targets, those of chunk i from `starts[i]` on."""
-        self._views, self._objective, self._scores, self._starts = views, objective, scores, starts
-        self._of_group: tuple[tuple[int, int], dict[int, Tensor]] | None = None
-        """((step, group), chunk -> its coefficients) of the group that is being computed."""
+    def __init__(
+        self, views: Views, objective: Objective, scores: Tensor, starts: Sequence[int], fetch: Callable[[], None]
+    ) -> None:
+        """`scores`: in host memory, where `fetch` brings the log-probabilities of a step's targets, those of chunk i
+        from `starts[i]` on. Coefficients take the same places."""
+        self._views, self._objective, self._scores, self._starts, self._fetch = views, objective, scores, starts, fetch
+        self._here = torch.zeros(scores.numel(), dtype=scores.dtype, device=views.device)
+        self._group: tuple[int, int] | None = None
+        """(step, group) whose coefficients there are."""
 
     def of(self, op: Op) -> Tensor:
-        """float64 [t] of the targets of the op's chunk."""
-        size = self._views.plan.group
-        group = self._views.chunk(op).micro_batch // size
-        if self._of_group is None or self._of_group[0] != (op.step, group):
-            batch = self._views.batch(op)
-            members = [chunk for _, chunk in sorted(batch.cut.items()) if chunk.micro_batch // size == group]
-            firsts, num_sequences = _count(batch)
-            result = []
-            for chunk in members:
-                tokens, first = batch.chunks[chunk.index], firsts[chunk.micro_batch]
-                documents = batch.micro_batches[chunk.micro_batch].documents
-                start = self._starts[chunk.index]
-                scores = self._scores[start : start + tokens.labels.shape[0]]
-                numbers = sequence_numbers(tokens.rows, chunk.start, documents, first)
-                result.append(Sequences(scores, tokens.weights, numbers, num_sequences))
-            made = split_coefficients(self._objective, result)
-            of_chunk = {chunk.index: part for chunk, part in zip(members, made, strict=True)}
-            self._of_group = (op.step, group), of_chunk
-        return self._of_group[1][op.index]
+        """float64 [t] of the targets of the op's chunk, on the compute device."""
+        group = op.step, self._views.chunk(op).micro_batch // self._views.plan.group
+        if self._group != group:
+            self._make(op, group[1])
+            self._group = group
+        start = self._starts[op.index]
+        return self._here[start : start + self._views.tokens(op).labels.shape[0]]
 
-
-def _count(batch: Batch) -> tuple[list[int], int]:
-    """The number that the first sequence of each micro-batch bears, and how many of all have a target."""
-    firsts = [0, *itertools.accumulate(len(m.documents) for m in batch.micro_batches)]
-    result = 0
-    for m in batch.micro_batches:
-        rows = targets(m.labels, m.weights).nonzero().squeeze(-1)
-        result += len(torch.unique(sequence_numbers(rows, 0, m.documents, 0)))
-    return firsts, result
+    def _make(self, op: Op, group: int) -> None:
+        step, size = self._views.steps[op.step], self._views.plan.group
+        members = [index for index, chunk in sorted(step.cut.items()) if chunk.micro_batch // size == group]
+        places = [slice(at := self._starts[i], at + step.chunks[i].labels.shape[0]) for i in members]
+        self._fetch()
+        scores = torch.cat([self._scores[place] for place in places])
+        streams = step.micro_batches[group * size : (group + 1) * size]
+        made, measured = coefficients(self._objective, sequences_of(streams, scores, totals_of(step.micro_batches)))
+        step.found.add(measured)
+        for place, part in zip(places, made.split([place.stop - place.start for place in places]), strict=True):
+            self._scores[place] = part
+        self._here.copy_(self._scores, non_blocking=True)

@@ -38,7 +38,7 @@ class LossWatch:
 
     def __init__(self, multiple: float | None, mean: float | None) -> None:
         """`multiple` of the running mean that a loss may reach, None: any; `mean` so far, if any."""
-        self._multiple = multiple or math.inf
+        self._multiple = multiple
         self.mean = mean
         """Running mean of the losses (nats), exponential; each counts as `multiple` times the mean at most."""
 
@@ -46,7 +46,9 @@ class LossWatch:
         """Take the loss of a step; whether it is finite and at most `multiple` times the mean of those before it."""
         if not math.isfinite(loss):
             return False
-        limit = self._multiple * self.mean if self.mean else math.inf  # 0: of steps that had nothing to train
+        limit = math.inf
+        if self._multiple is not None and self.mean:  # 0: of steps that had nothing to train
+            limit = self._multiple * self.mean
         self.mean = loss if not self.mean else _DECAY * self.mean + (1 - _DECAY) * min(loss, limit)
         return loss <= limit
 

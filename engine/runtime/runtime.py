@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.runner import ModelRunner
+from penstock.engine.objectives.base import OBJECTIVES, Objective
 from penstock.engine.optim.base import Optimizer
 from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.batch import EvaluationData, SampleData, StepData
@@ -43,6 +44,7 @@ class Runtime:
         train: TrainConfig,
         logits_bytes: int,
         commit: Callable[[int], None],
+        objective: Objective = OBJECTIVES["next_token"],
     ) -> None:
         """`store`: the NVMe tier, of which compute ops need none; `commit` is called with a step's number."""
         self.plan, self.runner, self.optimizer = plan, runner, optimizer
@@ -50,7 +52,7 @@ class Runtime:
         self._samples_passes = 0
         self.idle = self._idle(train)
         self.layer_ops = LayerOps(self._views, self.idle)
-        self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes, self.idle)
+        self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes, self.idle, objective)
         state_ops = StateOps(self._views, optimizer, store, commit, self.idle)
         self.sample_ops = SampleOps(self._views, logits_bytes)
         self.handlers = handlers_of(self._block_ops, self.layer_ops, BranchOps(self._views), state_ops, self.sample_ops)

@@ -55,8 +55,13 @@ def hidden_slots(plan: Plan, gpu: GpuMemory, dtype: torch.dtype) -> list[Tensor]
     return [laid_out(raw, (dtype, shape))[0] for raw in gpu.slots[r.GPU_HIDDEN]]
 
 
+def _adds(name: str) -> bool:
+    """Whether a parameter is the one of an adapter without which the adapter adds nothing."""
+    return not {"lora_B", "lora_embedding_B"}.isdisjoint(name.split("."))
+
+
 class Views:
-    """Looks operands up; allocates nothing."""
+    """Looks operands up; allocates nothing, but for zeros in place of an adapter that is left out."""
 
     def __init__(self, plan: Plan, runner: ModelRunner, gpu: GpuMemory, ram: RamMemory) -> None:
         self.plan, self.layouts, self.runner, self.gpu, self.ram = plan, layouts(runner.spec), runner, gpu, ram
@@ -100,6 +105,8 @@ class Views:
         views: dict[str, Tensor] = {}
         for name in self._blocks[op.block][1].buffers:
             views.update(self._buffer_views("weights", name, op.slots[name]))
+        if op.batch in self.evaluated and self.evaluated[op.batch].without_adapter:
+            views |= {name: torch.zeros_like(view) for name, view in views.items() if _adds(name)}
         return views
 
     def gradients(self, op: Op) -> GradientSums:

@@ -1,0 +1,54 @@
+"""What a run trains and is validated on."""
+
+from __future__ import annotations
+
+from penstock.engine.config import Recipe
+from penstock.engine.data.completions import CompletionLoader
+from penstock.engine.data.corpus.files import TokenCorpus
+from penstock.engine.data.loader import DataLoader, ValidationSet, require_kind
+from penstock.engine.data.packing import split_documents
+from penstock.engine.model.reward import padding_of
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.objectives.base import find_objective
+
+
+def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validation: bool = False) -> DataLoader:
+    """The batches of a run, or of its `validation`, which end.
+
+    Raises UserError when the corpus holds an id beyond the vocabulary, or fewer documents than are held out.
+    """
+    data, train, documents, objective = recipe.data, recipe.train, None, find_objective(recipe)
+    whole = spec.whole_documents
+    require_kind(corpus, train, objective)
+    if objective.compares == "prompts":
+        return CompletionLoader(corpus, recipe, vocab_size=spec.vocab_size, objective=objective, whole_documents=whole)
+    if data.validation_documents is not None:
+        split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed, data.order)
+        documents = split[int(validation)]
+    return DataLoader(
+        corpus,
+        data,
+        train,
+        vocab_size=spec.vocab_size,
+        one_document_per_row=whole,
+        documents=documents,
+        endless=not validation,
+        objective=objective,
+        padding=padding_of(spec.config),
+    )
+
+
+def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> ValidationSet | None:
+    """What the validation loss is measured on; None where the recipe asks for none.
+
+    Raises UserError when there is nothing to measure it on.
+    """
+    data, train = recipe.data, recipe.train
+    if train.validate_every is None or data.validation_documents is None:
+        return None
+    rows = train.micro_batch_size
+    return ValidationSet(
+        make_loader(corpus, spec, recipe, validation=True),
+        num_documents=data.validation_documents,
+        most=(train.validation_sequences or train.global_batch_size) // rows,
+    )

@@ -1,0 +1,93 @@
+"""Whole sequences of a step's micro-batches, and what each of their targets counts in the loss of an objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.model.tokens import MicroBatch, targets
+from penstock.engine.objectives.base import Objective
+from penstock.engine.objectives.sequences import CHOSEN, REJECTED, SIDE, Measured, Sequences, Totals
+
+
+def totals_of(streams: Sequence[MicroBatch]) -> Totals:
+    """Of the micro-batches of a whole step."""
+    sequences, compared, chosen = 0, 0, 0.0
+    for stream in streams:
+        parts = _of_stream(stream)
+        sequences += len(torch.unique(parts.sequence))
+        if SIDE in stream.columns:
+            side = stream.columns[SIDE]
+            pairs = int((side == CHOSEN).sum())
+            compared += pairs if _in_pairs(side) else pairs + int((side == REJECTED).sum())
+            chosen += float(parts.weights[side[parts.sequence] == CHOSEN].sum())
+    return Totals(sequences, compared, chosen)
+
+
+def sequences_of(streams: Sequence[MicroBatch], scores: Tensor, totals: Totals) -> Sequences:
+    """Of the targets of `streams`, whose log-probabilities are `scores` [t], in order."""
+    parts = [_of_stream(stream) for stream in streams]
+    first, numbers = 0, []
+    for stream, part in zip(streams, parts, strict=True):
+        numbers.append(part.sequence + first)
+        first += len(stream.documents)
+    columns = {
+        name: torch.cat([_padded(stream.columns[name], len(stream.documents)) for stream in streams])
+        for name in streams[0].columns
+    }
+    return Sequences(
+        scores,
+        torch.cat([part.weights for part in parts]),
+        torch.cat(numbers),
+        torch.cat([part.prompt for part in parts]),
+        columns,
+        {name: torch.cat([s.target_columns[name][_rows(s)] for s in streams]) for name in _named(streams)},
+        first,
+        totals,
+    )
+
+
+def coefficients(objective: Objective, sequences: Sequences) -> tuple[Tensor, Measured]:
+    """float64 [t]: the derivative of the loss with respect to each target's negative log-likelihood; and the loss."""
+    with torch.enable_grad():
+        scores = sequences.scores.detach().requires_grad_()
+        measured = objective.measure(sequences._replace(scores=scores))
+        (gradient,) = torch.autograd.grad(measured.losses.sum(), scores)
+    return -gradient, measured
+
+
+def _in_pairs(side: Tensor) -> bool:
+    """Whether every chosen answer is followed by the rejected one."""
+    return len(side) % 2 == 0 and bool((side.view(-1, 2) == torch.tensor([CHOSEN, REJECTED])).all())
+
+
+def _rows(stream: MicroBatch) -> Tensor:
+    """int64 [t]: the tokens of a stream that have a target."""
+    return targets(stream.labels, stream.weights).nonzero().squeeze(-1)
+
+
+def _named(streams: Sequence[MicroBatch]) -> Sequence[str]:
+    return list(streams[0].target_columns)
+
+
+class _Parts(NamedTuple):
+    weights: Tensor
+    sequence: Tensor
+    prompt: Tensor
+
+
+def _of_stream(stream: MicroBatch) -> _Parts:
+    """Of the targets of a stream, in order: weights float64 [t], documents int64 [t] and whether of a prompt [t]."""
+    rows = _rows(stream)
+    weights = torch.ones(len(rows), dtype=torch.float64) if stream.weights is None else stream.weights[rows].double()
+    sequence = torch.bucketize(rows, torch.tensor(stream.documents), right=True) - 1
+    prompt = torch.zeros(len(rows), dtype=torch.bool) if stream.prompts is None else stream.prompts[rows]
+    return _Parts(weights, sequence, prompt)
+
+
+def _padded(column: Tensor, length: int) -> Tensor:
+    """A column of all documents of a stream, of which the last may be padding."""
+    return torch.cat([column, column.new_full((length - len(column),), -1)])
