@@ -91,7 +91,8 @@ class StepMetrics:
     """1 for the first step of the run."""
     loss: float
     """Mean negative log-likelihood of the step's target tokens by their weights, nats: the cross entropy alone, without
-    what train.z_loss and train.router_aux_loss add to what is trained; 0 where the step has no target."""
+    what train.z_loss and train.router_aux_loss add to what is trained; 0 where the step has no target. With an
+    objective of its own it is that objective's value."""
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     lr: float
@@ -112,6 +113,8 @@ class StepMetrics:
     """Unix seconds at the step's end."""
     tier_bytes: dict[str, int] = field(default_factory=dict)
     """gpu, ram, nvme -> the most bytes held there at once so far; nvme was looked up some seconds ago at most."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """What the objective reports beside its loss: name, as TRL has it (`rewards/margins`) -> value of the step."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,7 +134,8 @@ class ValidationMetrics:
     step: int
     """It is measured with the weights as they are after this step."""
     loss: float
-    """Mean negative log-likelihood of the target tokens of the documents held out, nats."""
+    """Mean negative log-likelihood of the target tokens of the documents held out, nats; with an objective of its own
+    that objective's value."""
     tokens: int
     """Those targets."""
     seconds: float
@@ -141,6 +145,8 @@ class ValidationMetrics:
     """Share of the targets that the model found likelier than any other token."""
     recall: Recall | None = None
     """The same by length and depth, of data.source=needles."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """What the objective reports beside its loss: name, as TRL has it -> value over the documents held out."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,6 +158,8 @@ class Sample:
     """Of the text, what ended it included."""
     ended: bool
     """Whether the model ended it; else it is cut off."""
+    reward: float | None = None
+    """Of a completion that is trained on; None: it has none."""
 
 
 @dataclass(kw_only=True, slots=True)

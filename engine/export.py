@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from transformers import PretrainedConfig
 from penstock.engine.config import AdapterConfig, Recipe
 from penstock.engine.data.text.chat import FILE as TEMPLATE_FILE
 from penstock.engine.data.text.chat import ChatTemplate, load_template, trained_ends
-from penstock.engine.data.text.tokenizer import read_otherwise, tokenizer_contents
+from penstock.engine.data.text.tokenizer import TextTokenizer, read_otherwise, tokenizer_contents
 from penstock.engine.hf import weights
 from penstock.engine.hf.adapter_folder import write_adapter
 from penstock.engine.hf.generation import stop_ids, write_generation_config
@@ -24,6 +26,7 @@ from penstock.engine.model import groups, skeleton
 from penstock.engine.model.adapter_values import AdapterLayers
 from penstock.engine.model.adapters import plain_name
 from penstock.engine.model.anatomy import take_apart
+from penstock.engine.model.reward import is_reward, padding_of
 from penstock.engine.model.spec import ModelSpec, block_of, buffers_of_blocks
 from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.runtime.past import StateReader
@@ -67,7 +70,7 @@ def export(
     """
     with closing(RunState(run_dir, recipe, checkpoint)) as run:
         named, recipe, lacks_model = recipe.model.path, run.recipe, run.lacks_model
-        spec, origin, stored = groups.uncut(run.spec), run.origin, run.stored
+        spec, origin, stored = _with_padding(groups.uncut(run.spec), run.tokenizer), run.origin, run.stored
         adapter, constants = spec.adapter, run.constants
 
         state = StateReader(run.store, run.spec, run.recipe.train)
@@ -201,6 +204,18 @@ class RunState(RunSource):
         return ends | stop_ids(self.origin, self.stored, self.tokenizer)
 
 
+def _with_padding(spec: ModelSpec, tokenizer: TextTokenizer | None) -> ModelSpec:
+    """A reward model whose config names no padding with the tokenizer's: without any, transformers takes one text at a
+    time. What ends texts as well is none: transformers would read the reward of the token before it."""
+    if tokenizer is None or not is_reward(spec.config) or padding_of(spec.config) is not None:
+        return spec
+    if tokenizer.pad_id is None or tokenizer.pad_id == tokenizer.eos_id or tokenizer.pad_id >= spec.vocab_size:
+        return spec
+    config = copy.deepcopy(spec.config)
+    config.pad_token_id = tokenizer.pad_id
+    return replace(spec, config=config)
+
+
 def _unrounded(
     spec: ModelSpec,
     read: weights.ReadBuffer,
@@ -218,7 +233,8 @@ def _unrounded(
         if dtype is None or all(torch.promote_types(dtypes[n], dtype) == dtype for n in values if n in dtypes):
             return values
         first = dict(layout.read_block(block_of(name)))
-        return {n: first[n] if torch.equal(first[n].to(dtype).float(), v) else v for n, v in values.items()}
+        same = {n for n, v in values.items() if n in first and torch.equal(first[n].to(dtype).float(), v)}
+        return {n: first[n] if n in same else v for n, v in values.items()}
 
     return read_buffer
 

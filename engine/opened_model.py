@@ -27,6 +27,7 @@ from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.precision import usual_dtype
 from penstock.engine.machine.presets import machine_here
 from penstock.engine.model.anatomy import context_of
+from penstock.engine.model.reward import is_reward
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.opened_texts import Texts
 from penstock.engine.passes import Forward, evaluations, scored_stream
@@ -63,6 +64,11 @@ class OpenedModel(Texts):
         ram_bytes: int | None,
     ) -> None:
         """Use `open`."""
+        if is_reward(source.spec.config):
+            raise UserError(
+                f"{where}: a reward model, which has a value for a whole answer and no probabilities of tokens; load "
+                "its export with transformers' AutoModelForSequenceClassification"
+            )
         super().__init__(source, where, data)
         self.spec, self.device, self.dtype = source.spec.for_texts().all_frozen(), device, dtype
         self.context = context_of(self.spec)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.engine.attention.select import attention_report, measured
 from penstock.engine.config import (
+    SAMPLED,
     AdapterConfig,
     ModelConfig,
     Recipe,
@@ -26,8 +27,10 @@ from penstock.engine.config import (
     state_folder,
     whole_document_notes,
 )
+from penstock.engine.data.completions import CompletionLoader
 from penstock.engine.data.corpus.prepare import Data
-from penstock.engine.data.loader import DataLoader, make_loader, make_validation
+from penstock.engine.data.loader import DataLoader
+from penstock.engine.data.loading import make_loader, make_validation
 from penstock.engine.events import Observer
 from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.report import forecast, predict
@@ -61,6 +64,7 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import NO_VISION
 from penstock.engine.preparing import Checklist
 from penstock.engine.record import recorded_kernels, recorded_of, report_changed, require_record
+from penstock.engine.rewards.rewards import Rewards
 from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.run_model import adapter_start, describe_run, remarks_on_model
 from penstock.engine.runtime.compute import Compute
@@ -131,6 +135,10 @@ def open_session(
     documents, filled = [m.documents for m in batch], [m.filled for m in batch]
     identity = run_identity(given)
     with contextlib.ExitStack() as undo:
+        rewards: Rewards | None = None
+        if recipe.train.objective in SAMPLED:
+            with checklist.step("opening the reward functions"):
+                rewards = undo.enter_context(Rewards(recipe.grpo, run_dir))
         reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
         limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
         task = PlanRequest(
@@ -140,6 +148,8 @@ def open_session(
             device_type=device.type,
             prompt_tokens=None if prompts is None else tuple(map(len, prompts.ids)),
             vision=NO_VISION if vision is None else vision.space,
+            longest_prompt=loader.longest_prompt if isinstance(loader, CompletionLoader) else None,
+            reference_rows=loader.num_rows + (0 if validation is None else validation.num_rows),
         )
         reservation.reserve(limits)
         task = task.grouped(machine, documents, filled)
@@ -267,6 +277,7 @@ def open_session(
             reservation=reservation,
             uploads=uploads,
             vision=vision,
+            rewards=rewards,
         )
         reservation.allocated()
         undo.pop_all()
@@ -349,9 +360,7 @@ def _report_plan(
 
 def typical_batch(loader: DataLoader) -> list[MicroBatch]:
     """Of the next few steps' batches the one whose attention is of middling work; the loader stays where it is."""
-    cursor = loader.cursor
-    batches = [loader.next_step() for _ in range(_LOOKED_AT)]
-    loader.seek(cursor)
+    batches = loader.look_ahead(_LOOKED_AT)
     batches.sort(key=lambda batch: sum(n * n for m in batch for n in m.lengths))
     return batches[len(batches) // 2]
 
@@ -492,7 +501,9 @@ def first_values(
     if recipe.model.path is not None:
         layout = _layout(recipe, spec, new_rows)
         constants = layout.read_constants()
-        buffers: Iterable[tuple[str, dict[str, Tensor]]] = with_scales(layout, weights.import_blocks(layout, new_rows))
+        buffers: Iterable[tuple[str, dict[str, Tensor]]] = with_scales(
+            layout, weights.import_blocks(layout, new_rows, recipe.train.seed)
+        )
     else:
         constants = initial_constants(spec)
         buffers = Initializer(spec, recipe.train.seed, recipe.model.embedding_std).buffers()

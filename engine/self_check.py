@@ -28,12 +28,13 @@ from penstock.engine.model.anatomy import refuse_unsupported, take_apart
 from penstock.engine.model.groups import cut, joined, num_experts, own_values
 from penstock.engine.model.quantise import as_held, quantised
 from penstock.engine.model.reference import forward_backward, in_buffers
+from penstock.engine.model.reward import is_reward, last_token, padding_of
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.skeleton import LengthState, build, find_layers, from_config
 from penstock.engine.model.spec import ModelSpec
-from penstock.engine.model.tokens import MicroBatch
+from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.engine.model.trace import one_thread, random_model
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.planner import make_plan
@@ -214,7 +215,7 @@ def _compare(
     preparing.report(detail=f"streamed gradients, {_name(dtype)}")
     with refused("streaming fails"):
         runner = ModelRunner(spec, device=device, dtype=dtype, constants=constants, router_aux_loss=aux)
-        batch = [MicroBatch.of(row) for row in rows]
+        batch = [MicroBatch.of(row, _reward_labels(small, row) if is_reward(small) else None) for row in rows]
         if dtype == torch.float32:
             loss, grads = streamed_gradients(runner, given, batch, chunk_tokens, pieces)
         else:  # by the step in plain words, which any dtype has
@@ -231,6 +232,15 @@ def _compare(
         found = _errors(grads, loss, there, there_loss)
         errors = {name: max(0.0, error - _KERNELS_DIFFER * noise[name]) for name, error in found.items()}
     return {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
+
+
+def _reward_labels(config: PretrainedConfig, row: Sequence[Tensor]) -> list[Tensor]:
+    """Of the documents of a row the one target that each has for a reward model of `config`."""
+    labels = [torch.full_like(document, IGNORE_LABEL) for document in row]
+    for document, of_document in zip(row, labels, strict=True):
+        place = last_token(document.numpy(), padding_of(config))
+        of_document[place] = document[place]
+    return labels
 
 
 def _largest(errors: Mapping[str, float]) -> tuple[float, str]:
@@ -331,7 +341,8 @@ def reference_gradients(
     adapter: AdapterConfig | None = None,
     device: torch.device = CPU,
 ) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss per target and all gradients by transformers alone, one document at a time.
+    """Mean loss per target and all gradients by transformers alone, one document at a time; of a reward model the loss
+    of a document is minus its reward.
 
     With an `adapter`, which `source` has as well, by transformers and peft, and the adapter's gradients only.
 
@@ -357,8 +368,11 @@ def reference_gradients(
     for document in documents:
         alone.reset()
         ids = document[None].to(device)
-        output = model(input_ids=ids, labels=ids, use_cache=False, **routing)
-        loss = output.loss * ((len(document) - 1) / num_targets)
+        if is_reward(config):
+            loss = -model(input_ids=ids, use_cache=False).logits.sum() / len(documents)
+        else:
+            output = model(input_ids=ids, labels=ids, use_cache=False, **routing)
+            loss = output.loss * ((len(document) - 1) / num_targets)
         loss.backward(retain_graph=bool(router_aux_loss))
         total += loss.item()
         if router_aux_loss:

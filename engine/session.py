@@ -18,21 +18,23 @@ from typing import Any
 import torch
 import transformers
 
-from penstock.engine.config import Recipe, config_digest, given_fields
+from penstock.engine.config import SAMPLED, Recipe, config_digest, given_fields
 from penstock.engine.data.documents import step_documents
 from penstock.engine.data.loader import DataLoader, ValidationSet
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.events import Spike, ValidationMetrics, step_name
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.gains import EarlyEnd, Gains
-from penstock.engine.generate.prompts import Prompts
+from penstock.engine.generate.prompts import Prompts, find_stops
 from penstock.engine.machine.limits import give_back_memory
 from penstock.engine.machine.reservations import Reservation
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import MicroBatch
+from penstock.engine.objectives.base import find_objective
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.preparing import Checklist
+from penstock.engine.rewards.rewards import Rewards
 from penstock.engine.runtime.batch import BatchCarrier, StepData
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.executor import GPU_LANES
@@ -79,8 +81,10 @@ class Session:
         reservation: Reservation | None = None,
         uploads: Uploads | None = None,
         vision: Vision | None = None,
+        rewards: Rewards | None = None,
     ) -> None:
-        """`lanes`, `reservation` and `uploads` are closed with the session; whoever gets an error here closes them."""
+        """`lanes`, `reservation`, `uploads` and `rewards` are closed with the session; whoever gets an error here
+        closes them."""
         checklist = checklist or Checklist()
         self.spec, self.plan, self.store, self.loader, self.recipe = spec, plan, store, loader, recipe
         self.validation, self.prompts, self.device = validation, prompts, device
@@ -105,10 +109,13 @@ class Session:
         """Step -> names of checkpoints to make of its generation."""
         self.checkpoints: deque[tuple[str, int, str | None]] = deque()
         """(name asked for, step, why not) of checkpoints asked for, as they are made."""
-        self._watch = LossWatch(recipe.storage.keep_good, store.meta.get("loss_mean"))
+        # Losses of completions that were sampled are around 0 and say nothing of the weights.
+        multiple = None if recipe.train.objective in SAMPLED else recipe.storage.keep_good
+        self._watch = LossWatch(multiple, store.meta.get("loss_mean"))
         self._loss_was_good = True
         self._spikes = LossSpikes(store.meta.get("losses"))
-        self._tokenizer = tokenizer
+        self.tokenizer, self.rewards = tokenizer, rewards
+        self.stop_ids = frozenset[int]() if tokenizer is None else find_stops(recipe, spec, tokenizer)
         self._data: StepData | None = None
         self.spikes: deque[Spike] = deque()
         self._gains = Gains.of(store.meta.get("validation"))
@@ -155,7 +162,8 @@ class Session:
             past = StateReader(store, spec, train).catch_up(plan.lazy)
             load_memory(store, plan, self.gpu, self.ram)
         work = plan, compute.runner, compute.optimizer, store, self.gpu, self.ram
-        self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit)
+        self.objective = find_objective(recipe)
+        self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit, self.objective)
         if self.runtime.idle is not None:
             self.runtime.idle.resume(self.step, past)
         self.builder = ScheduleBuilder(plan, behind_at=self.step if past.as_of else None)
@@ -187,12 +195,15 @@ class Session:
         self._lanes.close()
         if self._reservation is not None:
             self._reservation.release()
+        if self.rewards is not None:
+            self.rewards.close()
 
     # ------------------------------------------------------------------ batches
 
     def fetch(self) -> StepData:
+        known = dict(self.loader.measured)
         micro_batches = self.look(self.loader.next_step())
-        return self.carrier.step(micro_batches, self.loader.cursor)
+        return self.carrier.step(micro_batches, self.loader.cursor, known)
 
     def look(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The micro-batches with what there is of their images; the tower's work is done on the compute lane."""
@@ -205,11 +216,16 @@ class Session:
         data, self._next = self._next or self.fetch(), None
         return data
 
+    @property
+    def lacks_completions(self) -> bool:
+        """Whether completions have to be sampled before there is a batch for another step."""
+        return self._next is None and not self.loader.ready
+
     def prefetch(self) -> None:
         """Fetch the next step's batch, and look for garbage if Python does not: the main thread has time now."""
         if not gc.isenabled():
             gc.collect()
-        if self._next is None and self.step < self.recipe.train.steps:
+        if self._next is None and self.loader.ready and self.step < self.recipe.train.steps:
             self._next = self.fetch()
 
     # ------------------------------------------------------------------ generations
@@ -224,9 +240,15 @@ class Session:
             return True
         return step > 0 and (step % self.recipe.storage.checkpoint_every == 0 or step in self._requested)
 
+    def trained_tokens(self, data: StepData) -> int:
+        """Tokens that a step trains on: those that carry a loss, but all of a reward model, where a text has one."""
+        if self.objective.reward_model:
+            return sum(n for stream in data.micro_batches for n in stream.lengths)
+        return data.num_trained
+
     def begin_step(self, data: StepData) -> None:
         self.step += 1
-        self.tokens += data.num_targets
+        self.tokens += self.trained_tokens(data)
         meta = run_meta(self.step, self.tokens, data.cursor, self._identity)
         if self.recipe.train.validate_every is not None:
             meta["validation"] = self._gains.to_json()
@@ -319,7 +341,7 @@ class Session:
 
     def _spike(self, data: StepData, expected: float | None) -> Spike:
         documents, count = step_documents(
-            self.loader.corpus, self._tokenizer, data.micro_batches, data.cut, data.chunk_losses
+            self.loader.corpus, self.tokenizer, data.micro_batches, data.cut, data.chunk_losses
         )
         return Spike(
             step=self.step,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.engine import samples, validation
+from penstock.engine import reference_logps, rollouts, samples, validation
 from penstock.engine.attention.select import chosen, installed
 from penstock.engine.config import Recipe
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
@@ -74,7 +74,7 @@ def train_step(session: Session) -> StepMetrics:
         session.executor.submit(ops)
     session.prefetch()
     session.executor.wait(ops[-1].id)  # the one synchronisation point: loss and gradient norm are known
-    step_s = time.perf_counter() - started
+    step_s, tokens = time.perf_counter() - started, session.trained_tokens(data)
     session.observe(step, data.loss)
     session.look_for_spike()
     session.look_for_outgrown()
@@ -84,9 +84,10 @@ def train_step(session: Session) -> StepMetrics:
         loss=data.loss,
         grad_norm=data.grad_norm,
         lr=learning_rate(session.recipe.train, step),
-        tokens=data.num_targets,
+        tokens=tokens,
         step_s=step_s,
-        tokens_per_s=data.num_targets / step_s,
+        tokens_per_s=tokens / step_s,
+        measured=data.known | data.found.metrics,
         model_flops=model_flops(session.spec, [n for m in data.micro_batches for n in m.lengths]),
         nvme_read_bytes=nvme_read,
         nvme_written_bytes=nvme_written,
@@ -148,13 +149,17 @@ def _run(session: Session, observer: Observer) -> TrainResult:
     steps: list[StepMetrics] = []
     checklist, device = Checklist(observer), session.device
     with Live(session, observer) as live:
-        while session.step < session.recipe.train.steps and _goes_on(session, observer):
+        ready = reference_logps.complete(session, observer)
+        while ready and session.step < session.recipe.train.steps and _goes_on(session, observer):
             with checklist.step("validation", when=not steps and validation.due(session)):
                 _validate(session, observer)
             with checklist.step("samples", when=not steps and samples.due(session)):
                 _sample(session, observer)
             if session.early_end is not None:
                 break
+            if session.lacks_completions:
+                with checklist.step("first completions", when=not steps):
+                    rollouts.sample(session, observer)
             with checklist.step("first step", when=not steps):
                 metrics = train_step(session)
             live.report()

@@ -7,6 +7,8 @@ import time
 
 from penstock.engine.data.recall import Tally
 from penstock.engine.events import ValidationMetrics
+from penstock.engine.model.sequences import sequences_of
+from penstock.engine.objectives.sequences import Found
 from penstock.engine.passes import evaluations
 from penstock.engine.session import Session
 
@@ -28,20 +30,24 @@ def validate(session: Session) -> ValidationMetrics:
     assert session.validation is not None
     started, step = time.perf_counter(), session.step
     total, weight, tokens, right = 0.0, 0.0, 0, 0
+    objective, found = session.objective, Found()
     tally = Tally() if session.recipe.data.source == "needles" else None
     committed = session.commit_due(step) or step == session.recipe.train.steps
     passes = map(session.look, session.validation.passes(session.plan.group))
     for data in evaluations(session, passes, commit=committed):
         total, weight = total + data.total_loss, weight + data.total_weight
         tokens, right = tokens + data.num_targets, right + int(data.right.sum())
+        if objective.compares:
+            found.add(objective.measure(sequences_of(data.micro_batches, data.scores, session.validation.totals)))
         if tally is not None:
             tally.add(data.micro_batches, data.right)
     return ValidationMetrics(
         step=step,
-        loss=total / weight,
+        loss=found.loss if objective.compares else total / weight,
         tokens=tokens,
         seconds=time.perf_counter() - started,
         time=time.time(),
-        accuracy=right / tokens,
+        accuracy=found.metrics["accuracy"] if objective.reward_model else right / tokens,
         recall=None if tally is None else tally.recall(),
+        measured=found.metrics,
     )

@@ -54,6 +54,8 @@ class Continuation(NamedTuple):
     """Without the token that ended it."""
     ended: bool
     """At one of `Decoding.stop_ids`, or since `on_token` said so; else it has all its tokens."""
+    end: int | None = None
+    """The token of `Decoding.stop_ids` that ended it."""
 
 
 OnToken = Callable[[int, int], bool | None]
@@ -78,6 +80,7 @@ def decode(
     assert all(prompts), "a prompt without tokens"
     made: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
+    ends: list[int | None] = [None] * len(prompts)
     if decoding.new_tokens == 0:
         return [Continuation([], False) for _ in prompts]
     starts = [0] * len(prompts) if known is None else known
@@ -88,14 +91,14 @@ def decode(
         rows = []
         for (sequence, position), token in zip(targets, chosen, strict=True):
             if token in decoding.stop_ids:
-                ended[sequence] = True
+                ended[sequence], ends[sequence] = True, token
                 continue
             made[sequence].append(token)
             if on_token is not None and on_token(sequence, token):
                 ended[sequence] = True
             elif len(made[sequence]) < decoding.new_tokens:
                 rows.append(Row(sequence, position, [token]))
-    return [Continuation(*result) for result in zip(made, ended, strict=True)]
+    return [Continuation(*result) for result in zip(made, ended, ends, strict=True)]
 
 
 def choose(logits: Tensor, targets: Sequence[tuple[int, int]], decoding: Decoding) -> list[int]:

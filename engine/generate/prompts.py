@@ -44,6 +44,14 @@ class Prompts:
         )
 
 
+def find_stops(recipe: Recipe, spec: ModelSpec, tokenizer: TextTokenizer) -> frozenset[int]:
+    """Tokens that end what the run's model writes."""
+    folder = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+    if folder is None or not folder.is_dir():
+        return frozenset([tokenizer.eos_id])
+    return stop_ids(folder, spec.config, tokenizer)
+
+
 def prepare_prompts(recipe: Recipe, tokenizer: TextTokenizer | None, spec: ModelSpec) -> Prompts | None:
     """The prompts of the recipe's samples; None where it asks for none. Raises UserError for what cannot be sampled."""
     config, data = recipe.samples, recipe.data
@@ -73,7 +81,7 @@ def prepare_prompts(recipe: Recipe, tokenizer: TextTokenizer | None, spec: Model
     result = [[*(i for i in begin if i is not None), *ids] for ids in tokenizer.encode_batch(texts)]
     for number, ids in enumerate(result, start=1):
         _check(number, ids, recipe, spec)
-    ends = frozenset([tokenizer.eos_id]) if folder is None else stop_ids(folder, spec.config, tokenizer)
+    ends = find_stops(recipe, spec, tokenizer)
     ends |= trained_ends(data, template)
     if config.chat and template is not None:
         ends |= template.turn_ends

@@ -1,0 +1,1 @@
+"""What completions are worth: functions and programs of the user, each in processes of its own."""
