@@ -130,6 +130,8 @@ _TABLE: dict[str, list[tuple[str, str, str, str] | tuple[str, str, str, str, int
         ("log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis."),
         ("outliers", "o", "Outliers", "Clip outliers off the loss axis, or show the full range."),
         ("axis", "x", "Axis", "Plot the loss over steps, tokens or time."),
+        ("series(1)", "m", "Next metric", "Plot the next metric that the run measures in place of the loss."),
+        ("series(-1)", "M", "Previous metric", "Plot the previous metric, or the loss."),
         ("filter_log", "slash", "Filter log", "Show log lines that contain a word; !word hides them."),
     ],
     "run: the run": [
@@ -193,6 +195,8 @@ _TABLE: dict[str, list[tuple[str, str, str, str] | tuple[str, str, str, str, int
         ("axis", "x", "Axis", "Plot the loss over steps, tokens or time.", FOOTER),
         ("log_scale", "y", "Log scale", "Draw the loss on a logarithmic axis.", FOOTER),
         ("outliers", "o", "Outliers", "Clip outliers off the loss axis, or show the full range.", FOOTER),
+        ("series(1)", "m", "Next metric", "Plot the next metric that a run measures in place of the loss."),
+        ("series(-1)", "M", "Previous metric", "Plot the previous metric, or the loss."),
         ("differences", "d", "Only changes", "Show the fields that differ, or all fields.", FOOTER),
     ],
 }

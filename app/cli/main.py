@@ -155,6 +155,9 @@ def fit(
     data: Annotated[
         Path | None, option("FILE", "Estimate the number of tokens from this .jsonl or text file instead.")
     ] = None,
+    objective: Annotated[
+        str, option("NAME", "What to train: next_token, dpo, kto, orpo, reward, grpo and so on.")
+    ] = "next_token",
     as_json: Annotated[
         bool,
         typer.Option(
@@ -169,7 +172,7 @@ def fit(
     """
     from penstock.app.planning.fit import ask, cells
 
-    question = ask(machine=machine, models=models, contexts=contexts, tokens=tokens, data=data)
+    question = ask(machine=machine, models=models, contexts=contexts, tokens=tokens, data=data, objective=objective)
     fitting = False
 
     def found() -> Iterator[dict[str, Any]]:

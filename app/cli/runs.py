@@ -13,7 +13,7 @@ from penstock.app.console.working import working
 from penstock.app.launch import api
 from penstock.app.runs import control, offsite
 from penstock.app.runs.checkpoints import delete_checkpoint_of, make_checkpoint, scrub_run
-from penstock.app.runs.directory import find_run, list_runs
+from penstock.app.runs.directory import find_run, list_runs, read_recipe
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable, shell
 
@@ -161,7 +161,7 @@ def export(
             printable(f"checkpoint {made} is kept; to delete it when the run has ended: ")
             + shell("penstock", "checkpoint", path, made, "--delete")
         )
-    if format == "hf":
+    if format == "hf" and read_recipe(path).train.objective != "reward":
         said += other_programs(out_dir, adapter_config(out_dir))
     for line in said:
         typer.echo(printable(line))
@@ -172,16 +172,20 @@ def runs() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from penstock.app.runs.measured import measured_of, measured_text
+
     result = list_runs()
     if not result:
         typer.echo("no runs in runs/")
         return
     table = Table(header_style="bold")
-    for name in ("run", "state", "step", "loss"):
+    measured = [measured_text(measured_of(info.metrics or {})) for info in result]
+    for name in ("run", "state", "step", "loss", *(["measured"] if any(measured) else [])):
         table.add_column(name, overflow="fold")
-    for info in result:
+    for info, more in zip(result, measured, strict=True):
         loss = "n/a" if info.loss is None else f"{info.loss:.4f}"
-        table.add_row(info.name, info.state, f"{info.step:,}/{info.total_steps:,}", loss)
+        cells = (info.name, info.state, f"{info.step:,}/{info.total_steps:,}", loss)
+        table.add_row(*cells, *([more] if any(measured) else []))
     console = Console(markup=False, highlight=False, emoji=False)
     console.print(table)
     for info in result:

@@ -78,10 +78,15 @@ class Source:
 
     def __post_init__(self) -> None:
         self.lengths = np.diff(self.corpus.starts)
-        self.trained = _trained(self.corpus)
+        self.trained = np.full_like(self.lengths, 2) if self._rewards else _trained(self.corpus)
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def _rewards(self) -> bool:
+        """A reward model is trained, on one value of each answer."""
+        return self.corpus.comparison == "pairs" and self.recipe.train.objective == "reward"
 
     @property
     def is_text(self) -> bool:
@@ -92,18 +97,48 @@ class Source:
         for number, (start, stop) in enumerate(itertools.pairwise(self.corpus.starts.tolist())):
             where = self.corpus.origins.where(number) or f"document {number:,}"
             weights = None if self.corpus.weights is None else self.corpus.weights[start:stop]
-            yield Document(where, self.corpus.tokens[start:stop].astype(np.int64), weights)
+            if self.corpus.comparison == "prompts":
+                weights = np.zeros(stop - start, dtype=np.float32)
+            sides = None if self.corpus.sides is None else tuple(self.corpus.sides[number].tolist())
+            ids = self.corpus.tokens[start:stop].astype(np.int64)
+            if sides is not None and self._rewards:
+                weights = np.zeros(len(ids), dtype=np.float32)
+                weights[[sides[1] - 1, -1]] = 1
+            yield Document(where, ids, weights, self.corpus.comparison, sides)
 
     def short(self, where: str) -> str:
         """Where a document comes from, from the current folder where that is shorter."""
         paths = [part.path for part in self.recipe.data.parts if part.path and where.startswith(part.path)]
         return short_path(paths[0]) + where[len(paths[0]) :] if paths else where
 
-    def rows(self, data: DataConfig) -> int:
-        """Rows that an epoch fills. UserError for none."""
-        from penstock.engine.data.packing import rows_per_epoch
+    def in_rows(self) -> NDArray[np.int64]:
+        """[documents] tokens that each takes of a row. An answer with a verdict is followed by its prompt with the
+        answer before, by which KTO estimates how far the model went."""
+        if self.corpus.sides is None or self.corpus.comparison != "unpaired":
+            return self.lengths
+        prompts = self.corpus.sides[:, 0]
+        return self.lengths + prompts + np.roll(self.lengths - prompts, 1)
 
+    def rows(self, recipe: Recipe) -> int:
+        """Rows that an epoch fills. UserError for none, and where the objective takes other data."""
+        from penstock.engine.data.loader import DataLoader, require_kind
+        from penstock.engine.data.packing import rows_per_epoch, split_documents
+        from penstock.engine.objectives.base import find_objective
+
+        data, objective = recipe.data, find_objective(recipe)
         alone = self.model is not None and self.model.whole_documents
+        if self.corpus.comparison or objective.compares:
+            require_kind(self.corpus, recipe.train, objective)
+            held = data.validation_documents
+            return DataLoader(
+                self.corpus,
+                data,
+                recipe.train,
+                vocab_size=self.corpus.info.max_token_id + 1,
+                one_document_per_row=alone,
+                documents=None if held is None else split_documents(len(self), held, data.seed, data.order)[0],
+                objective=objective,
+            ).num_rows
         result = rows_per_epoch(self.corpus, data, data.sequence_length, one_document_per_row=alone)
         if not result:
             raise UserError(
@@ -152,15 +187,35 @@ class Source:
             split = f", split {part.split}" if part.split else ""
             columns = "".join(f", {name} in column {column}" for name, column in part.columns.items())
             result.append(printable(f"{part.source}: {location}{many}{split}{columns}"))
+        if (said := self._compared()) is not None:
+            result.append(said)
         data = self.recipe.data
         found_templates = (find_template(part, self.tokenizer) for part in data.parts if part.source not in _TEXT)
         templates = [template for template in found_templates if template is not None]
         if templates:
             how = "its generation markers" if templates[0].has_markers else "rendering each turn's prefix"
-            words = [_TRAINED[data.trained_tokens], *([] if data.trained_tokens == "all" else [f"found by {how}"])]
+            words = [
+                _TRAINED[data.trained_tokens] + (" in the answers" if self.corpus.comparison else ""),
+                *([] if data.trained_tokens == "all" else [f"found by {how}"]),
+            ]
+            words = ["what the model answers"] if self.corpus.comparison == "prompts" else words
+            if self._rewards:
+                words = ["the reward at the last token of each answer"]
             name = "the tokenizer's own" if data.chat_template is None else printable(data.chat_template)
             result.append(f"chat template: {name}; trained: {', '.join(words)}")
         return [*result, *dict.fromkeys(describe_specials(self.tokenizer, part) for part in data.parts)]
+
+    def _compared(self) -> str | None:
+        """What the comparisons are, if the documents are such."""
+        if self.corpus.sides is None:
+            return None
+        if self.corpus.comparison == "pairs":
+            return f"{len(self):,} pairs: a prompt with the chosen answer, and again with the rejected one"
+        return f"{len(self):,} answers with a verdict: {self._wanted():,} wanted, {len(self) - self._wanted():,} not"
+
+    def _wanted(self) -> int:
+        """Answers that are wanted, of those with a verdict."""
+        return 0 if self.corpus.sides is None else int(self.corpus.sides[:, 1].sum())
 
     def warnings(self, recipe: Recipe) -> list[str]:
         """What may not be as the user thinks."""
@@ -168,6 +223,10 @@ class Source:
         if skipped := self.corpus.info.skipped_rows:
             result.append(f"{skipped:,} bad {'row is' if skipped == 1 else 'rows are'} skipped (data.bad_rows)")
         result += self.corpus.notes
+        if self.corpus.comparison == "unpaired" and self._wanted() in (0, len(self)):
+            result.append(
+                f"{'all' if self._wanted() else 'none'} of the answers are wanted; add some of the other kind"
+            )
         if lost := self._lost(recipe.data):
             result.append(
                 f"{lost:,} of the documents that are cut have no trained tokens left; raise data.sequence_length"
@@ -175,7 +234,11 @@ class Source:
         return result
 
     def require_trainable(self, recipe: Recipe) -> None:
-        """UserError where nothing of the data has a loss once it is in rows."""
+        """UserError where nothing of the data has a loss once it is in rows, or the objective takes other data."""
+        from penstock.engine.objectives.base import find_objective
+
+        if find_objective(recipe).compares:
+            self.rows(recipe)
         data = recipe.data
         if data.long_documents == "cut" and self._lost(data) == len(self):
             raise UserError(
@@ -257,6 +320,8 @@ def _trained(corpus: TokenCorpus) -> NDArray[np.int64]:
     from penstock.engine.data.packing import count_trained
 
     starts, stops = corpus.starts[:-1], corpus.starts[1:]
+    if corpus.comparison == "prompts":
+        return np.zeros(len(starts), dtype=np.int64)
     if corpus.weights is None:
         return np.maximum(0, stops - starts - 1)
     return count_trained(corpus.weights, starts + 1, stops)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.config.data import Comparison
 from penstock.storage.files.units import count_text, params_text
 
 LEARNING_RATES = (
@@ -27,6 +28,16 @@ take more. The master weights are float32, so that no step is lost in rounding."
 ADAPTER_RATE = 10
 """An adapter learns best at some ten times the rate of the model itself, whatever its rank ("LoRA Without Regret",
 Thinking Machines Lab, 2025)."""
+COMPARED_RATE = 5e-7
+"""Peak learning rate where answers are compared, whatever the model's size: TRL's scripts for DPO and KTO, and Zephyr's
+and Tulu's recipes have it, with ten times as much for an adapter."""
+REWARD_RATE = 1e-5
+"""Of a reward model, all parameters trained, as of most of Llama 2's (arXiv 2307.09288, section 3.2.2)."""
+OBJECTIVES = {
+    "pairs": ("dpo", "pairs of a chosen and a rejected answer"),
+    "unpaired": ("kto", "answers with a verdict, not in pairs"),
+}
+"""What answers are compared by."""
 WARMUP = 0.03
 """Of the steps."""
 EPOCHS = ((10 * 10**6, 3), (100 * 10**6, 2), (math.inf, 1))
@@ -69,9 +80,11 @@ class Found:
     images: bool = False
     """Some have images, and those are never cut."""
     lengths: NDArray[np.int64]
-    """[documents] tokens of each."""
+    """[documents] tokens that each takes of a row."""
     rows: Callable[[Mapping[str, Any]], int]
-    """Rows of an epoch with these fields of data, by their dotted names."""
+    """Rows of an epoch with these fields, by their dotted names."""
+    comparison: Comparison = ""
+    """Whether documents are pairs of answers, or answers with a verdict."""
     whole_documents: bool = False
     """The model carries a state from token to token that it cannot hand on: a row is one document."""
 
@@ -105,16 +118,25 @@ class _Made:
 
 def _data(made: _Made, facts: Found) -> None:
     count = len(facts.lengths)
-    row, why = row_length(facts.lengths, facts.context, text=facts.text, packed=not facts.whole_documents)
+    row, why = row_length(
+        facts.lengths,
+        facts.context,
+        text=facts.text,
+        packed=not facts.whole_documents,
+        pairs=facts.comparison == "pairs",
+    )
     made.set("data.sequence_length", row, why)
     if facts.whole_documents:
         made.set("data.packing", "none", "one document per row, as the model carries a state from token to token")
     else:
-        made.set("data.packing", "best_fit", "whole documents, arranged to leave little space empty")
+        what = "both answers of a pair in one row" if facts.comparison == "pairs" else "whole documents"
+        made.set("data.packing", "best_fit", f"{what}, arranged to leave little space empty")
     if facts.text:
         made.set("data.long_documents", "split", "longer documents are split into several")
     elif facts.images:
         made.set("data.long_documents", "drop", "documents with images are never cut")
+    elif facts.comparison:
+        made.set("data.long_documents", "drop", "answers are compared whole: those longer than a row are left out")
     else:
         made.set("data.long_documents", "cut", "documents longer than a row lose their end")
     held = held_out(count)
@@ -126,6 +148,8 @@ def _data(made: _Made, facts: Found) -> None:
 
 
 def _steps(made: _Made, facts: Found, epochs: float | None) -> None:
+    if facts.comparison:
+        made.set("train.objective", *OBJECTIVES[facts.comparison])
     row = made.value("data.sequence_length")
     rows = facts.rows({key: item.value for key, item in made.chosen.items()})
     wanted = STEP_TOKENS[facts.num_params >= LARGE]
@@ -135,7 +159,9 @@ def _steps(made: _Made, facts: Found, epochs: float | None) -> None:
     made.set("train.global_batch_size", batch, f"{step}, to have enough steps" if short else step)
     batch = made.value("train.global_batch_size")
     tokens = int(facts.lengths.sum())
-    if epochs is None:
+    if epochs is None and facts.comparison:
+        epochs, usual = 1, ", as usual where answers are compared"
+    elif epochs is None:
         epochs = next(number for most, number in EPOCHS if tokens < most)
         usual = f", as usual for {count_text(tokens)} tokens"
     else:
@@ -148,8 +174,13 @@ def _optimizer(made: _Made, facts: Found) -> None:
     steps = made.value("train.steps")
     rate = next(rate for most, rate in LEARNING_RATES if facts.num_params < most)
     size = params_text(facts.num_params)
+    usual = f"usual for {size} parameters, all trained"
+    if made.given.get("train.objective") == "reward":
+        rate, usual = REWARD_RATE, "usual for a reward model, all parameters trained"
+    elif facts.comparison:
+        rate, usual = COMPARED_RATE, "usual where answers are compared and all parameters trained"
     if made.given.get("adapter.method", "none") == "none":
-        made.set("train.lr", rate, f"usual for {size} parameters, all trained")
+        made.set("train.lr", rate, usual)
     else:
         rate = float(f"{rate * ADAPTER_RATE:g}")
         made.set(
@@ -171,25 +202,29 @@ def _looks(made: _Made) -> None:
     made.set("after.export", True, "a Hugging Face folder at the end")
 
 
-def row_length(lengths: NDArray[np.int64], context: int | None, *, text: bool, packed: bool = True) -> tuple[int, str]:
-    """Tokens of a row, a power of two unless the model's context is none, and why."""
+def row_length(
+    lengths: NDArray[np.int64], context: int | None, *, text: bool, packed: bool = True, pairs: bool = False
+) -> tuple[int, str]:
+    """Tokens of a row, a power of two unless the model's context is none, and why. No pair is an outlier: one that a
+    row does not hold is left out."""
+    what = "pairs" if pairs else "documents"
     longest, usual = int(lengths.max()), int(np.median(lengths))
     share = math.ceil(np.percentile(lengths, 99))
-    outliers = longest > OUTLIER * share
+    outliers = longest > OUTLIER * share and not pairs
     covered = share if outliers else longest
     row = max(LEAST_ROW, _power_above(covered))
     most = MOST_ROW["text" if text else "rows"]
-    why = f"covers 99 % of the documents, up to {share:,} tokens" if outliers else f"covers the longest, {longest:,}"
+    why = f"covers 99 % of the {what}, up to {share:,} tokens" if outliers else f"covers the longest, {longest:,}"
     if row > most:
-        row, why = most, f"documents have up to {longest:,} tokens; rows of more than {most:,} have to be set by you"
+        row, why = most, f"{what} have up to {longest:,} tokens; rows of more than {most:,} have to be set by you"
     tokens = int(lengths.sum())
     while packed and row < min(PACKED_ROW, PACKED_DOCUMENTS * usual) and tokens >= PACKED_ROWS * 2 * row:
         row, why = (
             row * 2,
-            f"{max(1, row * 2 // max(1, usual)):,} typical documents of {usual:,} tokens packed into each row",
+            f"{max(1, row * 2 // max(1, usual)):,} typical {what} of {usual:,} tokens packed into each row",
         )
     if context is not None and row > context:
-        row, why = context, f"the model's own context; the longest document has {longest:,}"
+        row, why = context, f"the model's own context; the longest {what[:-1]} has {longest:,}"
     return row, why
 
 

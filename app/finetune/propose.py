@@ -75,14 +75,21 @@ def propose(
     recipe = first_recipe(model, data, overrides, machine=machine)
     recipe, source, fallback = _opened(recipe, given, listener)
     assert source.model is not None
+    if source.corpus.comparison == "prompts":
+        raise UserError(
+            "data.source: these are prompts without answers; for train.objective=grpo or rloo write a recipe, which "
+            "penstock train runs, or name the column with the answers: data.source=prompt_completion "
+            'data.columns={"completion": "..."}'
+        )
     facts = Found(
         num_params=source.model.params,
         context=source.model.context,
         whole_documents=source.model.whole_documents,
         text=source.is_text,
         images=source.corpus.images is not None,
-        lengths=source.lengths,
-        rows=lambda values: source.rows(with_values(recipe, values).data),
+        comparison=source.corpus.comparison,
+        lengths=source.in_rows(),
+        rows=lambda values: source.rows(with_values(recipe, values)),
     )
     chosen = [*fallback, *choose(facts, given, epochs)]
     recipe = apply_overrides(with_values(recipe, {item.key: item.value for item in chosen}), overrides)
@@ -194,7 +201,7 @@ def _location(name: str) -> str:
 
 def _prompt(source: Source, recipe: Recipe, given: Mapping[str, Any]) -> list[Default]:
     """The prompt of the sample at the end: what comes before the first answer of a document held out."""
-    if not recipe.after.export or "after.sample_prompt" in given:
+    if not recipe.after.export or "after.sample_prompt" in given or recipe.train.objective == "reward":
         return []
     result = next(source.prompts(recipe.data, _TEXT_PROMPT_TOKENS, _PROMPT_TOKENS), None)
     if result is None:
@@ -220,12 +227,14 @@ def data_report(source: Source, recipe: Recipe, samples: int = SAMPLES) -> dict[
     figures = length_figures(source.lengths, source.trained, row)
     return {
         "model": None if source.model is None else source.model._asdict(),
-        "data": {"source": source.recipe.data.source, "path": recipe.data.path, "lines": source.lines()},
+        "data": {"source": source.recipe.data.source, "path": recipe.data.path, "lines": source.lines()}
+        | ({"comparison": source.corpus.comparison} if source.corpus.comparison else {}),
         "lengths": figures | {"long_documents": recipe.data.long_documents},
         "row": row,
         "samples": [
-            sample(document._replace(where=source.short(document.where)), source.tokenizer)
+            sample(side, source.tokenizer)
             for document in itertools.islice(source.documents(), samples)
+            for side in document._replace(where=source.short(document.where)).apart()
         ],
         "warnings": [*_of_weights(recipe), *source.warnings(recipe)],
     }

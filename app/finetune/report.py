@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.config.data import Comparison
 from penstock.storage.files.untrusted import printable
 
 if TYPE_CHECKING:
@@ -25,6 +26,24 @@ class Document(NamedTuple):
     ids: NDArray[np.int64]
     weights: NDArray[np.float32] | None
     """One per token: how much it counts as a target; None: 1 for all."""
+    comparison: Comparison = ""
+    sides: tuple[int, int] | None = None
+    """As `TokenCorpus` has both."""
+
+    def apart(self) -> list[Document]:
+        """Each side of a comparison; else the document."""
+        if self.sides is None:
+            return [self]
+        if self.comparison == "unpaired":
+            return [self._replace(where=f"{self.where}, {'wanted' if self.sides[1] else 'not wanted'}")]
+        return [
+            self._replace(
+                where=f"{self.where}, {name}",
+                ids=self.ids[side],
+                weights=None if self.weights is None else self.weights[side],
+            )
+            for name, side in (("chosen", slice(self.sides[1])), ("rejected", slice(self.sides[1], None)))
+        ]
 
 
 class Bar(NamedTuple):
@@ -84,10 +103,12 @@ def sample(document: Document, tokenizer: TextTokenizer) -> dict[str, Any]:
 
 
 def token_row(document: Document, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """A document as programs check it: ids, how much each counts, the text, and each token's own text."""
+    """A document as programs check it: ids, how much each counts, the text, and each token's own text; of a comparison
+    `sides` as well."""
     ids = document.ids.tolist()
     weights = [1.0] * len(ids) if document.weights is None else document.weights.tolist()
     return {
+        **({} if document.sides is None else {"comparison": document.comparison, "sides": document.sides}),
         "where": document.where,
         "ids": ids,
         "weights": weights,

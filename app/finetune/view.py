@@ -40,7 +40,8 @@ def found_rows(page: Page, proposal: Mapping[str, Any]) -> None:
     page.head("data")
     for text in proposal["data"]["lines"]:
         page.wrapped(text, "text", 2)
-    _lengths(page, proposal["lengths"], proposal["row"])
+    is_pairs = proposal["data"].get("comparison") == "pairs"
+    _lengths(page, proposal["lengths"], proposal["row"], "pair" if is_pairs else "document")
     for text in proposal["warnings"]:
         page.wrapped(text, "warn", 2)
 
@@ -51,9 +52,9 @@ def _model_words(model: Mapping[str, Any]) -> Iterator[str]:
     yield f"vocabulary {model['vocab_size']:,}: {model['path']}"
 
 
-def _lengths(page: Page, lengths: Mapping[str, Any], row: int) -> None:
+def _lengths(page: Page, lengths: Mapping[str, Any], row: int, what: str) -> None:
     figures = f"median {lengths['median']:,}, p95 {lengths['p95']:,}, longest {lengths['max']:,}"
-    page.head("tokens a document", figures)
+    page.head(f"tokens a {what}", figures)
     most = max(bar["documents"] for bar in lengths["histogram"])
     names = [_span(bar) for bar in lengths["histogram"]]
     wide = max(map(len, names))
@@ -66,11 +67,11 @@ def _lengths(page: Page, lengths: Mapping[str, Any], row: int) -> None:
         page.line([(f"  {name:>{wide}} ", "text"), *pieces, (f" {count}", "text")])
     share = percent_text(lengths["trained_tokens"] / lengths["tokens"])
     page.wrapped(
-        f"{lengths['documents']:,} documents, {lengths['tokens']:,} tokens, of which {share} are trained", "text", 2
+        f"{lengths['documents']:,} {what}s, {lengths['tokens']:,} tokens, of which {share} are trained", "text", 2
     )
     if lengths["longer"]:
         verb = {"cut": "cut to it", "split": "split", "drop": "left out"}[lengths["long_documents"]]
-        are = "document is" if lengths["longer"] == 1 else "documents are"
+        are = f"{what} is" if lengths["longer"] == 1 else f"{what}s are"
         page.wrapped(f"{lengths['longer']:,} {are} longer than a row of {row:,} tokens, and {verb}", "warn", 2)
 
 

@@ -16,10 +16,11 @@ from rich.text import Text
 
 from penstock.app.console.printing import print_rows, short_path
 from penstock.app.console.rows import ASCII, UNICODE
+from penstock.app.runs.measured import by_weight, measured_text
 from penstock.app.runs.recall_view import RecallMap, recall_rows
 from penstock.app.runs.speed import speed_figure, speed_text
 from penstock.engine.events import WARMUP_STEPS, LaneTotals, Preparing, Span, StepMetrics, ValidationMetrics
-from penstock.storage.files.units import bytes_text, duration_text, of_text, seconds_text
+from penstock.storage.files.units import bytes_text, duration_text, figure, of_text, seconds_text
 from penstock.storage.files.untrusted import printable
 
 _ETA_WINDOW = 20
@@ -147,7 +148,8 @@ class Display:
         eta = duration_text(self._eta.update(metrics))
         lane = f"  busiest {busiest[0]} {busiest[1]:.0%}" if busiest else ""
         speed = speed_text(mean, metrics.tokens_per_s)
-        line = f"loss {metrics.loss:.4f}{self._validation}  {speed}  ETA {eta}{lane}"
+        measured = f"  {measured_text(metrics.measured)}".rstrip()
+        line = f"loss {metrics.loss:.4f}{measured}{self._validation}  {speed}  ETA {eta}{lane}"
         if self._progress is not None:
             self._line = line
             self._progress.update(self._task, completed=metrics.step)
@@ -201,7 +203,8 @@ def plan_line(plan: dict[str, Any]) -> str:
 
 
 def summary_lines(summary: dict[str, Any], last_losses: Sequence[float], wall_s: float) -> list[str]:
-    """summary.json in two lines; `wall_s` is the time over which the lanes' busy seconds were counted."""
+    """summary.json in two lines, and one of what else was measured; `wall_s` is the time over which the lanes' busy
+    seconds were counted."""
     losses = f"loss {_number(summary['first_loss'])} -> {_number(summary['last_loss'])}"
     if len(last_losses) > 1:
         losses += f" (mean of the last {len(last_losses)}: {statistics.fmean(last_losses):.4f})"
@@ -224,7 +227,13 @@ def summary_lines(summary: dict[str, Any], last_losses: Sequence[float], wall_s:
     for drive in summary["drives"]:
         used = "" if drive["percentage_used"] is None else f", endurance used {drive['percentage_used']:.0f}%"
         parts.append(f"{bytes_text(drive['bytes_written'])} written to {short_path(drive['path'])}{used}")
-    return [f"trained to step {summary['steps']:,}, {summary['tokens']:,} tokens: {losses}", "; ".join(parts)]
+    more = [
+        f"{where}{name} {figure(known[name]['first'])} -> {figure(known[name]['last'])}"
+        for where, known in (("", summary.get("measured", {})), ("validation ", summary.get("validation_measured", {})))
+        for name in by_weight(known)
+    ]
+    head = f"trained to step {summary['steps']:,}, {summary['tokens']:,} tokens: {losses}"
+    return [head, *([", ".join(more)] if more else []), "; ".join(parts)]
 
 
 def _number(value: float | None, form: str = ".4f") -> str:

@@ -24,6 +24,7 @@ from penstock.app.runs.directory import RunDir, read_info
 from penstock.app.runs.early_end import nothing_left
 from penstock.app.runs.files import JsonLines, json_text, number, whole
 from penstock.app.runs.log import Level, RunLog
+from penstock.app.runs.measured import add_first_and_last, measured_text
 from penstock.app.runs.model_card import write_card
 from penstock.app.runs.recall_view import RecallMap, recall_of
 from penstock.app.runs.speed import MeanSpeed
@@ -117,7 +118,8 @@ class RunObserver:
 
     def on_validation(self, metrics: ValidationMetrics) -> None:
         self.log.validation(metrics)
-        self.log.message(f"step {metrics.step}: validation loss {metrics.loss:.4f} ({metrics.seconds:.1f} s)")
+        more = f"  {measured_text(metrics.measured)}".rstrip()
+        self.log.message(f"step {metrics.step}: validation loss {metrics.loss:.4f}{more} ({metrics.seconds:.1f} s)")
         self.display.validation(metrics)
         self._callbacks.call(self._callbacks.on_validation, metrics)
 
@@ -332,6 +334,7 @@ def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[fl
     """summary.json, of the whole run, resumed or not; the losses of the last steps; what to say of damaged lines."""
     log = JsonLines(path / "metrics.jsonl")
     losses, tokens, steps_s, last_step, mean = [], 0, [], None, MeanSpeed()
+    measured: dict[str, dict[str, float]] = {}
     for line in log.steps():
         last_step = line["step"]
         mean.add(line)
@@ -340,7 +343,8 @@ def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[fl
             losses.append(loss)
         if (step_s := number(line.get("step_s"))) is not None:
             steps_s.append(step_s)
-    validation, maps, damaged = _validation(path)
+        add_first_and_last(measured, line)
+    validation, validated, maps, damaged = _validation(path)
     samples, damaged_samples = samples_view.first_and_last(path)
     summary = {
         "steps": result.steps if last_step is None else last_step,
@@ -348,6 +352,8 @@ def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[fl
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "validation_loss": validation,
+        **({"measured": measured} if measured else {}),
+        **({"validation_measured": validated} if validated else {}),
         **({"recall": [found._asdict() for found in maps]} if maps else {}),
         **({} if samples is None else {"samples": samples}),
         **mean.fields(),
@@ -363,21 +369,25 @@ def summary_of(path: Path, result: TrainResult) -> tuple[dict[str, Any], list[fl
     return summary, losses[-_LAST_STEPS:], warnings
 
 
-def _validation(path: Path) -> tuple[dict[str, Any] | None, list[RecallMap], str | None]:
-    """The last and the best validation loss, None where none was measured; the first and the last map of recall, where
-    there are any; what to say of damaged lines."""
+def _validation(
+    path: Path,
+) -> tuple[dict[str, Any] | None, dict[str, dict[str, float]], list[RecallMap], str | None]:
+    """The last and the best validation loss, None where none was measured; the first and the last of what else was
+    measured, and of the maps of recall; what to say of damaged lines."""
     lines = JsonLines(path / "validation.jsonl")
     result: list[tuple[float, int]] = []
     maps: list[RecallMap] = []
+    measured: dict[str, dict[str, float]] = {}
     for line in lines.steps():
+        add_first_and_last(measured, line)
         if (loss := number(line.get("loss"))) is not None:
             result.append((loss, line["step"]))
         if (recall := recall_of(line)) is not None:
             maps = [*maps[:1], recall]
     if not result:
-        return None, [], lines.warning()
+        return None, measured, [], lines.warning()
     best, best_step = min(result)
-    return {"last": result[-1][0], "best": best, "best_step": best_step}, maps, lines.warning()
+    return {"last": result[-1][0], "best": best, "best_step": best_step}, measured, maps, lines.warning()
 
 
 def export_run(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,16 @@ from penstock.app.planning.spread import spread
 from penstock.engine.config import (
     MOST_STEPS,
     MOST_TOKENS,
+    PREFERENCES,
+    SAMPLED,
     AfterConfig,
     BudgetConfig,
     DataConfig,
+    GrpoConfig,
     Recipe,
     StorageConfig,
     TrainConfig,
+    nearest,
 )
 from penstock.engine.machine.platforms import usable_cpus
 from penstock.engine.machine.profile import Machine
@@ -44,6 +48,8 @@ _CHECKPOINT_EVERY = 25
 TEXT_BYTES_PER_TOKEN = 4
 """Of English text, about, with vocabularies of 100,000 entries and more."""
 _SAMPLE_BYTES = 1 << 22
+_REWARD = "rewards.py:reward"
+"""Stands for a reward function of the user's, which no plan needs."""
 _BINARY = {"": 1, "k": 1024, "m": 1024**2}
 """Of contexts."""
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -67,6 +73,8 @@ class Question:
     """The file that they are in."""
     source: str = ""
     """How their number came about, in words; empty where it was given."""
+    objective: str = "next_token"
+    """train.objective."""
 
     @property
     def num_cells(self) -> int:
@@ -86,6 +94,7 @@ class Question:
             "step_tokens": STEP_TOKENS,
             "tokens": self.tokens,
             "tokens_from": self.source,
+            "objective": self.objective,
         }
 
 
@@ -96,6 +105,7 @@ def ask(
     contexts: str | None = None,
     tokens: str | None = None,
     data: Path | None = None,
+    objective: str = "next_token",
 ) -> Question:
     """The question that a command's options make. Raises UserError for what they cannot mean."""
     from penstock.engine.machine.presets import find_machine, machine_here
@@ -115,7 +125,17 @@ def ask(
         tokens=number,
         data=None if data is None else str(data),
         source=source,
+        objective=known_objective(objective),
     )
+
+
+def known_objective(name: str) -> str:
+    """`name`, a value of train.objective. Raises UserError with the nearest for an unknown one."""
+    from penstock.engine.objectives.base import OBJECTIVES
+
+    if name not in OBJECTIVES:
+        raise UserError(f"--objective: '{name}' is unknown; {nearest(name, OBJECTIVES)}")
+    return name
 
 
 def context_sizes(text: str, option: str) -> tuple[int, ...]:
@@ -181,14 +201,24 @@ def cells(question: Question) -> Iterator[dict[str, Any]]:
 def cell_recipe(question: Question, model: KnownModel, context: int) -> Recipe:
     """What is planned in a cell, and what trains it. The model's folder is looked for below models/."""
     sequences = max(1, STEP_TOKENS // context)
+    objective, grpo, data = question.objective, GrpoConfig(), DataConfig(source="jsonl", path=question.data)
+    if objective in SAMPLED:
+        sequences = -(-sequences // grpo.num_generations) * grpo.num_generations
+        grpo = GrpoConfig(reward=[_REWARD], max_completion_length=context // 2)
+        data = DataConfig(source="prompts", path=question.data)
+    elif objective in PREFERENCES:
+        source: Any = "unpaired_preference" if objective == "kto" else "preference"
+        data = DataConfig(source=source, path=question.data, packing="best_fit")
     steps = -(-question.tokens // (sequences * context))
     return Recipe(
         name=f"{model.name}-{tokens_text(context).replace(',', '')}".lower(),
         machine=question.machine_name,
         model=model.reaching(context),
-        data=DataConfig(source="jsonl", path=question.data, sequence_length=context),
+        data=replace(data, sequence_length=context),
+        grpo=grpo,
         train=TrainConfig(
             steps=steps,
+            objective=objective,
             global_batch_size=sequences,
             lr=1e-5,
             warmup_steps=min(10, steps),
@@ -235,6 +265,8 @@ def _figures(question: Question, forecast: dict[str, Any]) -> dict[str, Any]:
     """What training on all tokens takes: time, bytes written to all drives with commits, the endurance used of the one
     that wears most, and energy, the GPU's board always at its power limit. None: not known."""
     hours = question.tokens / forecast["tokens_per_s"] / 3600
+    if question.objective != "next_token":  # passes of the reference model, and sampling, count as well
+        hours = forecast["run"]["seconds"] / 3600
     drives = forecast["run"]["drives"]
     shares = [drive["endurance_share"] for drive in drives if drive["endurance_share"] is not None]
     power = question.machine.power_w

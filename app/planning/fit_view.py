@@ -110,9 +110,12 @@ def head_lines(question: Mapping[str, Any]) -> list[str]:
     title = "" if machine["title"] in (name, "generic", "generic-gpu") else f" ({machine['title']})"
     from_file = f" ({question['tokens_from']})" if question["tokens_from"] else ""
     batch, sizes = question["step_tokens"], question["budgets"]
+    what = "all parameters"
+    if (objective := question.get("objective", "next_token")) != "next_token":
+        what += f", train.objective={objective}"
     memory = f"{bytes_text(sizes['gpu'])} of GPU memory and {bytes_text(sizes['ram'])} of RAM"
     return [
-        f"What {name}{title} can train (all parameters) on {count_text(tokens)} tokens{from_file}",
+        f"What {name}{title} can train ({what}) on {count_text(tokens)} tokens{from_file}",
         f"planned, with nothing else running, within {memory}; rates: {machine['source']}",
         f"a step is {batch:,} tokens in sequences of the context length, or one sequence if that is longer",
     ]
@@ -121,7 +124,10 @@ def head_lines(question: Mapping[str, Any]) -> list[str]:
 def notes(question: Mapping[str, Any], cells: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """What the figures mean, of those that are there."""
     result = list(cells)
-    yield "takes: tokens divided by tokens/s. writes: to all drives together" + (
+    takes = "tokens divided by tokens/s"
+    if question.get("objective", "next_token") != "next_token":
+        takes = "all steps, with passes of the reference model and the sampling of completions of half a context"
+    yield f"takes: {takes}. writes: to all drives together" + (
         ", and the share of their rated endurance"
         if any(cell.get("endurance_share") is not None for cell in result)
         else "; their endurance is not known"

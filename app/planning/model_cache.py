@@ -46,6 +46,7 @@ def _digest(recipe: Recipe, compiled: bool) -> str:
         "model": asdict(recipe.model),
         "adapter": asdict(recipe.adapter),
         "freeze": recipe.train.freeze,
+        "reward_model": recipe.train.objective == "reward",
         "split_layers": [recipe.train.split_layers, recipe.train.expert_groups],
         "config": config,
         "vocab_size": recipe.data.tokenizer_vocab_size,

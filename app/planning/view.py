@@ -332,6 +332,16 @@ def _end(page: Page, forecast: dict[str, Any]) -> None:
     """What the whole run writes, and its validations and samples."""
     run = forecast.get("run") or {}
     page.head("whole run", f"{forecast['steps']:,} steps in {duration_text(run.get('seconds'))}")
+    if made := run.get("generations"):
+        page.wrapped(
+            f"every {made['steps']:,} steps {made['prompts']:,} x {made['completions']:,} completions of up to "
+            f"{made['tokens']:,} tokens are sampled: {seconds_text(made['sampling_s'])}"
+            + (f", and {seconds_text(made['logps_s'])} for their log-probabilities" if made["logps_s"] else ""),
+            "text",
+        )
+    if reference := run.get("reference"):
+        took = f"{seconds_text(reference['seconds'])} for the reference model's log-probabilities"
+        page.wrapped(f"{took} of {reference['rows']:,} rows included", "text")
     if run.get("validations"):
         page.wrapped(f"{run['validations']:,} validations of {seconds_text(run['validation_s'])} included", "text")
     if samples := run.get("samples"):

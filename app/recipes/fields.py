@@ -194,8 +194,10 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is dict:
         return "a JSON object"
     if typing.get_origin(hint) is list:
-        inner = typing.get_origin(typing.get_args(hint)[0])
-        return "a list of JSON objects" if inner is dict else 'a list of texts such as ["a", "b"]'
+        (inner,) = typing.get_args(hint)
+        if inner is float:
+            return "a list of numbers such as [1, 0.5]"
+        return "a list of JSON objects" if typing.get_origin(inner) is dict else 'a list of texts such as ["a", "b"]'
     return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[hint]
 
 

@@ -19,9 +19,9 @@ from penstock.app.hub.names import is_hub, normal, parse_hub
 from penstock.app.recipes import shipped
 from penstock.app.recipes.fields import PATHS, checked, hints, nearest_key, parse, sections, top_level
 from penstock.app.recipes.synonyms import hint
+from penstock.engine.config import COMMAND, nearest, require_effect, reward_function
 from penstock.engine.config import AfterConfig as AfterConfig
 from penstock.engine.config import Recipe as Recipe
-from penstock.engine.config import nearest, require_effect
 from penstock.storage.files import sealed
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
@@ -210,7 +210,16 @@ def resolve_paths(recipe: Recipe, folder: Path, *, is_run: bool = False) -> Reci
     for part in tree["data"]["mixture"]:
         if "path" in part:
             part["path"] = _absolute(folder, part["path"])
+    tree["grpo"]["reward"] = [_reward(folder, entry) for entry in tree["grpo"]["reward"]]
     return from_dict(tree, is_run=is_run)
+
+
+def _reward(folder: Path, entry: str) -> str:
+    """An entry of grpo.reward with the whole path of its file; a command stays."""
+    if entry.startswith(COMMAND):
+        return entry
+    file, name = reward_function(entry)
+    return f"{_absolute(folder, file)}:{name}"
 
 
 def _absolute(folder: Path, path: str) -> str:

@@ -81,7 +81,7 @@ SYNONYMS: dict[str, Synonym] = {
     ),
     **dict.fromkeys(("adam_beta1",), Synonym("train.beta1")),
     **dict.fromkeys(("adam_beta2",), Synonym("train.beta2")),
-    **dict.fromkeys(("adam_epsilon", "epsilon", "adam_eps"), Synonym("train.eps")),
+    **dict.fromkeys(("adam_epsilon", "adam_eps"), Synonym("train.eps")),
     **dict.fromkeys(("optim", "optimizer_name"), Synonym("train.optimizer")),
     **dict.fromkeys(("gradient_checkpointing", "use_gradient_checkpointing"), _RECOMPUTE),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "precision", "mixed_precision"), _DTYPE),

@@ -292,9 +292,11 @@ class RunLog:
         return line
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN or infinity: they become null."""
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: in objects they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def drop_steps(file: Path, first_step: int) -> str | None:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 NAME = "README.md"
 _CONFIG_BYTES = 1 << 24
 _SNAPSHOT = re.compile(r"/(models|datasets)--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?=/|$)")
+_REWARD = [
+    'text = "..."  # the prompt and the answer; of a conversation what tokenizer.apply_chat_template makes of it',
+    'reward = model(**tokenizer(text, return_tensors="pt")).logits.item()',
+]
 _PACKAGES = ("penstock", "torch", "transformers", "peft", "datasets")
 
 
@@ -33,7 +37,8 @@ def write_card(folder: Path, run_path: Path, recipe: Recipe, exported: Exported)
     base, data = _hub_name(recipe.model.path), _hub_name(recipe.data.path)
     adapter = exported.adapter
     library = "transformers" if adapter is None else "peft"
-    front = [f"library_name: {library}", "pipeline_tag: text-generation"]
+    rewards = recipe.train.objective == "reward"
+    front = [f"library_name: {library}", f"pipeline_tag: text-{'classification' if rewards else 'generation'}"]
     front += [f"base_model: {base.name}"] if base is not None else []
     front += ["base_model_relation: adapter"] if base is not None and adapter is not None else []
     front += ["datasets:", f"- {data.name}"] if data is not None else []
@@ -59,9 +64,10 @@ def write_card(folder: Path, run_path: Path, recipe: Recipe, exported: Exported)
         "",
         *_loading(folder, named, exported),
         f'tokenizer = AutoTokenizer.from_pretrained("{folder.name}")',
+        *_REWARD * rewards,
         "```",
         "",
-        *(f"{line}  " for line in other_programs(folder.name, adapter_config(folder))),
+        *(f"{line}  " for line in other_programs(folder.name, adapter_config(folder)) if not rewards),
         "",
         "## Made by",
         "",

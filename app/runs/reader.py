@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from penstock.app.runs.directory import find_run, read_info, read_recipe
 from penstock.app.runs.files import JsonLines, read_object
+from penstock.app.runs.measured import measured_of
 from penstock.engine.config import Recipe
 from penstock.engine.events import SampleMetrics, Spike, StepMetrics, ValidationMetrics
 from penstock.storage.files.untrusted import typed
@@ -69,6 +70,8 @@ class Run:
             # What is not finite is null in JSON.
             known = {key: value for key, value in line.items() if key in types}
             known |= {key: math.nan for key, value in known.items() if value is None and types[key] == "float"}
+            if "measured" in types:
+                known["measured"] = measured_of(line)
             try:
                 yield typed(known, kind)
             except ValueError:

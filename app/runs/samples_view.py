@@ -27,9 +27,11 @@ def samples_line(metrics: SampleMetrics) -> dict[str, Any]:
 
 
 def sample_text(step: int, sample: Sample, most: int | None = None) -> str:
-    """One sample in a line: `step 200: 'Once upon' -> ' a time'`, of its text at most so many characters."""
+    """One sample in a line: `step 200: 'Once upon' -> ' a time'`, of its text at most so many characters; `reward 1`
+    behind it where it has one."""
     text = sample.text if most is None else _cut(sample.text, most)
-    return f"step {step:,}: {_cut(sample.prompt, _PROMPT_CHARS)!r} -> {text!r}"
+    reward = "" if sample.reward is None else f"  reward {sample.reward:.4g}"
+    return f"step {step:,}: {_cut(sample.prompt, _PROMPT_CHARS)!r} -> {text!r}{reward}"
 
 
 def console_lines(metrics: SampleMetrics) -> list[str]:

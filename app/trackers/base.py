@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from penstock.app.runs.files import MOST_SECONDS, number
+from penstock.app.runs.measured import measured_of
 
 Stream = Literal["metrics", "validation", "samples"]
 STREAMS: tuple[Stream, ...] = ("metrics", "validation", "samples")
@@ -38,6 +39,8 @@ _FIGURES: dict[Stream, dict[str, str]] = {
     "samples": {},
 }
 """Field of a line -> name in a tracker."""
+_MEASURED: dict[Stream, str] = {"metrics": "train", "validation": "eval"}
+"""Before the names of what an objective measures, as the trainers of transformers and TRL have it."""
 
 
 class TrackerError(Exception):
@@ -62,7 +65,10 @@ def line_of(stream: Stream, line: dict[str, Any]) -> Line | None:
     step, time = number(line.get("step")), number(line.get("time")) or 0.0
     if step is None or step != int(step) or step < 0:
         return None
-    result: dict[str, object] = {shown: line.get(name) for name, shown in _FIGURES[stream].items()}
+    result: dict[str, object] = {}
+    if (prefix := _MEASURED.get(stream)) is not None:
+        result |= {f"{prefix}/{name}": value for name, value in measured_of(line).items()}
+    result |= {shown: line.get(name) for name, shown in _FIGURES[stream].items()}
     if isinstance(tiers := line.get("tier_bytes"), dict):
         result |= {f"memory/{tier}_bytes": tiers.get(tier) for tier in ("gpu", "ram", "nvme")}
     for way in ("read", "written"):
@@ -73,11 +79,16 @@ def line_of(stream: Stream, line: dict[str, Any]) -> Line | None:
         values["validation/perplexity"] = math.exp(loss)
     given = line.get("samples") if stream == "samples" else None
     samples = [
-        (one["prompt"], one["text"] + ("" if one.get("ended") is True else " ..."))
+        (one["prompt"], one["text"] + ("" if one.get("ended") is True else " ...") + _reward(one.get("reward")))
         for one in (given if isinstance(given, list) else ())
         if isinstance(one, dict) and isinstance(one.get("prompt"), str) and isinstance(one.get("text"), str)
     ]
     return Line(stream, int(step), min(max(time, 0.0), MOST_SECONDS), values, samples)
+
+
+def _reward(given: object) -> str:
+    """What stands behind a sample that has a reward."""
+    return "" if (value := number(given)) is None else f"  [reward {value:.4g}]"
 
 
 def samples_text(samples: list[tuple[str, str]]) -> str:

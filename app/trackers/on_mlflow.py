@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from typing import Any
 
 from penstock.app.trackers.base import PROJECT, STREAMS, End, Line, Stream, Tracker, flat, samples_text
@@ -21,6 +22,8 @@ _MOST_METRICS = 1000
 """Of one request; the server's limit."""
 _MOST_PARAMS = 100
 _PARAM_CHARS = 500
+_NO_NAME = re.compile(r"[^\w./ -]")
+"""What the name of a metric may not hold; that of a function that rewards may."""
 _ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "crashed": "FAILED"}
 _MARK = "penstock.sent."
 """Tags with the last step of each stream: written with the figures, so that none is sent twice."""
@@ -90,7 +93,7 @@ class MLflow(Tracker):
                 batch, marks = [], {}
             if line is not None and line.stream != "samples":
                 at = int(line.time * 1000)
-                batch += [Metric(name, value, at, line.step) for name, value in line.values.items()]
+                batch += [Metric(_NO_NAME.sub("_", name), value, at, line.step) for name, value in line.values.items()]
                 marks[f"{_MARK}{line.stream}"] = str(line.step)
         for line in lines:
             if line.samples:

@@ -23,6 +23,7 @@ _WORDS = {
     "gone": "the run's directory is gone",
 }
 _UNKNOWN = "the run's state is not known yet"
+NOTHING_MEASURED = "nothing but the loss is measured"
 
 
 def refusals(data: RunData) -> dict[str, str]:
@@ -39,6 +40,7 @@ def refusals(data: RunData) -> dict[str, str]:
         "resume": "" if state in RESUMABLE else f"{words}, so it cannot be resumed",
         "stop": "" if data.is_live else f"{words}, so it cannot be stopped",
         "export": "" if can_export else f"{nothing_yet}, so there is no committed state to export",
+        "series": "" if data.metrics.measured_names else NOTHING_MEASURED,
         "timeline": "" if data.exists else f"{words}, so its steps cannot be read",
     }
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from penstock.app.runs.measured import by_weight
 from penstock.app.runs.speed import speed_figure
 from penstock.storage.files.sealed import KEY
-from penstock.storage.files.units import bytes_text, duration_text
+from penstock.storage.files.units import bytes_text, duration_text, figure
 from penstock.tui.data.fields import get, number
 from penstock.tui.data.run_data import RunData
 
@@ -73,9 +74,22 @@ def figure_rows(runs: list[RunData]) -> list[list[str]]:
         "gradient norm, last": [_last(run, "grad_norm", ".3g") for run in runs],
         "written to NVMe": [bytes_text(sum(run.metrics.written_bytes.values()) or None) for run in runs],
     }
+    for name in measured_names(runs):
+        figures[f"{name}, last"] = [figure(run.metrics.newest.get(name)) for run in runs]
+        figures[f"{name}, validation"] = [_validated(run, name) for run in runs]
     for tier in ("gpu", "ram", "nvme"):
         figures[f"{tier} peak"] = [_peak(run, tier) for run in runs]
     return [[name, *texts] for name, texts in figures.items() if set(texts) != {"n/a"}]
+
+
+def measured_names(runs: list[RunData]) -> list[str]:
+    """What any of the runs measures beside its loss, those first that say most."""
+    return by_weight(dict.fromkeys(name for run in runs for name in run.metrics.measured_names))
+
+
+def _validated(run: RunData, name: str) -> str:
+    known = run.metrics.validated.get(name)
+    return figure(None if known is None or not len(known[1]) else known[1][-1])
 
 
 def _last(run: RunData, name: str, form: str, unit: str = "") -> str:

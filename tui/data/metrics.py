@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.app.runs.measured import MOST_NAMES, by_weight, measured_of
 from penstock.app.runs.recall_view import RecallMap, recall_of
 from penstock.app.runs.speed import WARMUP_STEPS
 from penstock.tui.data.fields import get, number, objects, text, whole
@@ -44,14 +45,34 @@ class MetricsLog:
         """Tier -> most bytes held so far, as the last line with any says."""
         self.skipped = 0
         """Objects that were no step."""
+        self.newest: dict[str, float] = {}
+        """What the objective measured beside its loss: name -> value of the last row that has it, NaN where that is not
+        finite; replaced, never changed."""
+        self._measured: dict[str, tuple[Floats, Floats]] = {}
+        """Name -> values, and the same averaged."""
         self.validation: tuple[Floats, Floats] = (np.empty(0), np.empty(0))
         """Steps and losses of the validations, ascending."""
+        self.validated: dict[str, tuple[Floats, Floats]] = {}
+        """The same of what else was measured: name -> steps and values; replaced, never changed."""
         self.recall: list[RecallMap] = []
         """The first map of what was found in haystacks, and the last; none where there is none."""
 
     def column(self, name: str, rows: int | None = None) -> Floats:
         """The values of the first `rows` rows, all by default."""
         return self._columns[name][: self.rows if rows is None else rows]
+
+    @property
+    def measured_names(self) -> list[str]:
+        """Of all that was measured beside the loss, those first that say most."""
+        return by_weight(self.newest | self.validated)
+
+    def measured(self, name: str, rows: int | None = None) -> tuple[Floats, Floats]:
+        """What the objective measured as `name` in the first `rows` rows, and the same averaged; NaN where it was not
+        measured."""
+        rows = self.rows if rows is None else rows
+        nothing = np.full(rows, math.nan)
+        values, averages = self._measured.get(name, (nothing, nothing))
+        return values[:rows], averages[:rows]
 
     def last(self, name: str) -> float | None:
         """The last row's value; None where there is none or it is not finite."""
@@ -86,7 +107,8 @@ class MetricsLog:
             value = number(line, name)
             columns[name][row] = math.nan if value is None else value
         columns["step"][row] = step
-        columns["ema"][row] = self._average(row, columns["loss"][row])
+        columns["ema"][row] = _average(columns["ema"], row, columns["loss"][row])
+        self._append_measured(row, measured_of(line))
         for name, total in (("tokens", "total_tokens"), ("step_s", "total_s")):
             value = columns[name][row]
             columns[total][row] = (columns[total][row - 1] if row else 0.0) + (value if value > 0 else 0.0)
@@ -98,22 +120,21 @@ class MetricsLog:
             self.tier_bytes = {tier: size for tier in held if (size := number(held, tier)) is not None}
         self.rows = row + 1
 
+    def _append_measured(self, row: int, measured: dict[str, float]) -> None:
+        new = [name for name in measured if name not in self._measured][: MOST_NAMES - len(self._measured)]
+        for name in new:
+            size = len(self._columns["step"])
+            self._measured = self._measured | {name: (np.full(size, math.nan), np.full(size, math.nan))}
+        for name, (values, averages) in self._measured.items():
+            values[row] = measured.get(name, math.nan)
+            averages[row] = _average(averages, row, values[row])
+        if measured:
+            self.newest = self.newest | {name: measured[name] for name in measured if name in self._measured}
+
     def _grow(self) -> None:
         # New arrays, in a new dict: who holds the old ones keeps whole rows.
-        self._columns = {
-            name: np.concatenate([column, np.empty(len(column))]) for name, column in self._columns.items()
-        }
-
-    def _average(self, row: int, loss: float) -> float:
-        """Exponential mean over about the last tenth of the run: 10 steps at least, 200 at most."""
-        before = self._columns["ema"][row - 1] if row else math.nan
-        if math.isnan(before):
-            return loss
-        if math.isnan(loss):
-            return float(before)
-        share = 2.0 / (1.0 + min(200.0, max(10.0, row / 10.0)))
-        share = max(share, 1.0 / (row + 1.0))  # the first rows are an ordinary mean
-        return float(before + share * (loss - before))
+        self._columns = {name: _grown(column) for name, column in self._columns.items()}
+        self._measured = {name: (_grown(values), _grown(means)) for name, (values, means) in self._measured.items()}
 
     def eta_s(self, total_steps: int, started: float | None = None, now: float | None = None) -> float | None:
         """Seconds to the end: the mean of the last steps, without the process's first ones, which compile.
@@ -158,7 +179,7 @@ class MetricsLog:
     def add_validation(self, lines: Iterable[dict[str, Any]], *, anew: bool = False) -> int:
         """Append validations; their number. One that was done again replaces those from its step on, `anew` all."""
         if anew:
-            self.validation, self.recall = (np.empty(0), np.empty(0)), []
+            self.validation, self.recall, self.validated = (np.empty(0), np.empty(0)), [], {}
         steps, losses = (column.tolist() for column in self.validation)
         added = 0
         for line in lines:
@@ -172,11 +193,24 @@ class MetricsLog:
             steps.append(step)
             losses.append(loss)
             added += 1
+            self._add_validated(step, measured_of(line))
             if (recall := recall_of(line)) is not None:
                 self.recall = [*(one for one in self.recall[:1] if one.step < recall.step), recall]
         if added:
             self.validation = (np.array(steps), np.array(losses))
         return added
+
+    def _add_validated(self, step: float, measured: dict[str, float]) -> None:
+        """Take what a validation measured; what was done again is dropped from its step on."""
+        if not measured and not self.validated:
+            return
+        new = [name for name in measured if name not in self.validated][: MOST_NAMES - len(self.validated)]
+        result = self.validated | dict.fromkeys(new, (np.empty(0), np.empty(0)))
+        for name, (steps, values) in result.items():
+            kept = int(np.searchsorted(steps, step))
+            more = [measured[name]] if name in measured else []
+            result[name] = np.append(steps[:kept], [step] * len(more)), np.append(values[:kept], more)
+        self.validated = result
 
     def at_steps(self, steps: Sequence[float] | Floats, name: str) -> Floats:
         """Where steps are in a column that ascends: the steps themselves, tokens or seconds."""
@@ -184,6 +218,22 @@ class MetricsLog:
         if name == "step" or not rows:
             return np.array(steps, float) if name == "step" else np.full(len(steps), np.nan)
         return np.interp(steps, self.column("step", rows), self.column(name, rows))
+
+
+def _average(averages: Floats, row: int, value: float) -> float:
+    """Exponential mean over about the last tenth of the run: 10 steps at least, 200 at most."""
+    before = averages[row - 1] if row else math.nan
+    if math.isnan(before):
+        return value
+    if math.isnan(value):
+        return float(before)
+    share = 2.0 / (1.0 + min(200.0, max(10.0, row / 10.0)))
+    share = max(share, 1.0 / (row + 1.0))  # the first rows are an ordinary mean
+    return float(before + share * (value - before))
+
+
+def _grown(column: Floats) -> Floats:
+    return np.concatenate([column, np.empty(len(column))])
 
 
 class Sample(NamedTuple):
@@ -194,6 +244,8 @@ class Sample(NamedTuple):
     tokens: int | None
     ended: bool
     """The model ended it; else it is cut off."""
+    reward: float | None = None
+    """Of a completion that is trained on."""
 
 
 class Samples(NamedTuple):
@@ -212,7 +264,13 @@ def with_samples(known: Sequence[Samples], lines: Iterable[dict[str, Any]]) -> t
     for line in lines:
         step = whole(line, "step")
         samples = [
-            Sample(text(s, "prompt") or "", text(s, "text") or "", whole(s, "tokens"), get(s, "ended") is True)
+            Sample(
+                prompt=text(s, "prompt") or "",
+                text=text(s, "text") or "",
+                tokens=whole(s, "tokens"),
+                ended=get(s, "ended") is True,
+                reward=number(s, "reward"),
+            )
             for s in objects(line, "samples")
         ]
         if step is None or not samples:

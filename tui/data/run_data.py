@@ -312,6 +312,7 @@ class RunData:
         if anew:
             before, self.metrics = self.metrics, MetricsLog()
             self.metrics.validation, self.metrics.recall = before.validation, before.recall
+            self.metrics.validated = before.validated
         self.metrics.add(lines)
 
     def _take_validation(self, lines: list[dict[str, Any]], anew: bool) -> None:

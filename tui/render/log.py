@@ -58,7 +58,9 @@ def sample_rows(result: Samples, prompt: int, note: str, width: int, glyphs: Gly
     which = f"prompt {prompt + 1:,} of {number:,}  " if number > 1 else ""
     tokens = "n/a" if sample.tokens is None else f"{sample.tokens:,}"
     ended = "ended by the model" if sample.ended else "cut off"
-    page.ends([(f"step {result.step:,}", "value"), (f"  {which}{tokens} tokens, {ended}", "dim")], [(note, "dim")])
+    reward = "" if sample.reward is None else f"  reward {sample.reward:.4g}"
+    about = [(reward, "value"), (f"  {which}{tokens} tokens, {ended}", "dim")]
+    page.ends([(f"step {result.step:,}", "value"), *about], [(note, "dim")])
     for text, token in ((sample.prompt, "dim"), (sample.text, "text")):
         for piece in _pieces(text, width):
             page.line([(piece, token)])

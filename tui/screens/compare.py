@@ -1,4 +1,5 @@
-"""Compare: several runs' losses over steps, tokens or time, their key figures, and where their recipes differ."""
+"""Compare: several runs' losses, or another metric, over steps, tokens or time; their key figures, and where their
+recipes differ."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Static
 
 from penstock.app.console.rows import Glyphs, Row
-from penstock.tui.data.compare import LETTERS, MOST_RUNS, config_rows, figure_rows, read_new, state_text
+from penstock.tui.data.alerts import NOTHING_MEASURED
+from penstock.tui.data.compare import LETTERS, MOST_RUNS, config_rows, figure_rows, measured_names, read_new, state_text
 from penstock.tui.data.metrics import X_COLUMNS
 from penstock.tui.data.run_data import RunData
 from penstock.tui.render.chart import Curve, XKind, chart, next_kind
@@ -44,6 +46,8 @@ class CompareScreen(PenstockScreen):
     axis: XKind = "step"
     log_y = False
     clip = True
+    series: str | None = None
+    """What is drawn of all that the runs measure; None: the loss."""
 
     def __init__(self, run_paths: list[Path]) -> None:
         super().__init__()
@@ -86,16 +90,19 @@ class CompareScreen(PenstockScreen):
         self.query_one("#legend", Static).update(styled(parts, self.app.current_theme.dark))
         self._draw_charts()
         self._draw_tables()
+        self.refresh_bindings()
 
     def _chart_rows(self, column: str, width: int, height: int, glyphs: Glyphs) -> list[Row]:
         """A curve per run, with its letter along it."""
         curves = [curve for index, run in enumerate(self._runs) for curve in self._curves(index, run, column)]
-        log_y = self.log_y and column == "ema"
+        log_y = self.log_y and column == "ema" and self.series is None
         return chart(width, height, curves, glyphs, x_kind=self.axis, log_y=log_y, clip=self.clip)
 
     def _curves(self, index: int, run: RunData, column: str) -> list[Curve]:
         rows = run.metrics.rows
         x, y = run.metrics.column(X_COLUMNS[self.axis], rows), run.metrics.column(column, rows)
+        if column == "ema" and self.series is not None:
+            _, y = run.metrics.measured(self.series, rows)
         token = f"series.{index}"
         # Letters tell the curves apart where colours do not: some along each, at other places than its neighbours'.
         at = np.unique(np.linspace(0, max(0, rows - 1), 6).astype(int) + index * rows // (6 * MOST_RUNS))
@@ -119,8 +126,9 @@ class CompareScreen(PenstockScreen):
 
     def _draw_charts(self) -> None:
         over = {"step": "steps", "tokens": "trained tokens", "time": "training time"}[self.axis]
-        title = f"loss, averaged, over {over}{', logarithmic' if self.log_y else ''}"
-        self.query_one("#loss").border_title = title
+        log = ", logarithmic" if self.log_y and self.series is None else ""
+        title = f"{self.series or 'loss'}, averaged, over {over}{log}"
+        self.query_one("#loss").border_title = title.replace("[", "(").replace("]", ")")  # it reads markup
         for name in ("loss", "speed"):
             self.query_one(f"#{name}", Drawn).redraw()
 
@@ -130,6 +138,19 @@ class CompareScreen(PenstockScreen):
 
     def action_log_scale(self) -> None:
         self.log_y = not self.log_y
+        self._draw_charts()
+
+    def why_not(self, action: str) -> str:
+        return "" if action != "series" or measured_names(self._runs) else NOTHING_MEASURED
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Textual's hook: another metric is offered where a run has one."""
+        return not self.why_not(action)
+
+    def action_series(self, by: int) -> None:
+        series = [None, *measured_names(self._runs)]
+        at = series.index(self.series) if self.series in series else 0
+        self.series = series[(at + by) % len(series)]
         self._draw_charts()
 
     def action_outliers(self) -> None:

@@ -253,6 +253,7 @@ class RunScreen(LaneKeys, PenstockScreen):
             if changed & pane.news and self.pane(name).display:
                 self.pane(name).redraw()
         self._show_lanes(changed)
+        self._name_loss()
         if changed & {"status", "checkpoints", "metrics"}:
             refused = {action for action, why in refusals(self.data).items() if why}
             if refused != self._refused:
@@ -316,8 +317,18 @@ class RunScreen(LaneKeys, PenstockScreen):
             self.redraw_all()
 
     def action_log_scale(self) -> None:
+        if self.loss.series is not None:
+            self.say("only the loss has a logarithmic axis")
+            return
         self.loss.log_y = not self.loss.log_y
         self.loss.redraw()
+
+    def action_series(self, by: int) -> None:
+        self.loss.next_series(by)
+        self._name_loss()
+
+    def _name_loss(self) -> None:
+        self.loss.border_title = f"1 {self.loss.title}"
 
     def action_outliers(self) -> None:
         self.loss.clip = not self.loss.clip

@@ -28,6 +28,8 @@ SECTIONS = {
     "adapter": "train a small adapter and leave the model as it is",
     "data": "what to train on, and how it is packed",
     "train": "steps, batch, optimizer, precision",
+    "preference": "preference training: dpo, cpo, simpo, orpo, kto",
+    "grpo": "reinforcement learning with rewards: grpo, rloo",
     "budgets": "memory and disk that the run may use",
     "storage": "where state is stored, and how often it is committed",
     "samples": "texts that the model writes while it trains",

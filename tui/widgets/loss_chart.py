@@ -1,4 +1,5 @@
-"""The loss pane: raw, averaged and validation loss, checkpoints, and below it gradient norm and learning rate."""
+"""The loss pane: raw, averaged and validation loss, or another of what the objective measures in its place;
+checkpoints, and below it the newest of what is measured, gradient norm and learning rate."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from penstock.storage.files.units import count_text, figure
 from penstock.tui.data.metrics import X_COLUMNS
 from penstock.tui.render.chart import Curve, XKind, chart, sparkline
 from penstock.tui.render.kpi import checklist_rows
+from penstock.tui.render.measured import measured_rows
 from penstock.tui.widgets.lines import RunPane
 
 _SIGNAL_LABEL = 22
@@ -37,6 +39,23 @@ class LossChart(RunPane, can_focus=True):
     window: tuple[float, float] | None = None
     """Shares of the x axis that are shown; None: all."""
     cursor: int | None = None
+    _series: str | None = None
+
+    @property
+    def series(self) -> str | None:
+        """What is drawn of all that the objective measures; None: the loss."""
+        return self._series if self._series in self._data.metrics.measured_names else None
+
+    @property
+    def title(self) -> str:
+        """What is drawn, as a border takes it, which reads markup."""
+        return (self.series or "loss").replace("[", "(").replace("]", ")")
+
+    def next_series(self, by: int) -> None:
+        """Draw the next one, or the loss behind the last."""
+        series = [None, *self._data.metrics.measured_names]
+        self._series = series[(series.index(self.series) + by) % len(series)]
+        self.redraw()
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The chart; signals where there is room for them, and at its right what the model finds in haystacks.
@@ -70,13 +89,18 @@ class LossChart(RunPane, can_focus=True):
         return [*rows, [], *before] if height > len(rows) + len(before) else [*rows, before[0]]
 
     def _charts(self, width: int, height: int) -> list[Row]:
-        num_signals = 2 if height >= 11 else 1 if height >= 8 else 0
         tall = height >= 24
+        measured = self._measured_rows(width, 4 if tall else 2 if height >= 11 else 1 if height >= 4 else 0)
+        height -= len(measured)
+        num_signals = 2 if height >= 11 else 1 if height >= 8 else 0
         chart_height = height - (height // 3 if tall else num_signals)
-        rows = self._chart(width, chart_height)
+        rows = self._chart(width, chart_height) + measured
         if tall:
             return rows + self._second_chart(width, height - chart_height)
         return rows + self._signals(width, num_signals)
+
+    def _measured_rows(self, width: int, most: int) -> list[Row]:
+        return measured_rows(self._data.metrics.newest, self.series, width, most, self.glyphs)
 
     @property
     def _waits(self) -> bool:
@@ -86,15 +110,20 @@ class LossChart(RunPane, can_focus=True):
         metrics = self._data.metrics
         num_rows = metrics.rows
         x = metrics.column(X_COLUMNS[self.x_kind], num_rows)
-        steps, losses = metrics.validation
+        if (series := self.series) is None:
+            raw, averaged = metrics.column("loss", num_rows), metrics.column("ema", num_rows)
+            steps, validated = metrics.validation
+        else:
+            raw, averaged = metrics.measured(series, num_rows)
+            steps, validated = metrics.validated.get(series, (np.empty(0), np.empty(0)))
         curves = [
-            Curve(x, metrics.column("loss", num_rows), "raw", joined=False),
-            Curve(x, metrics.column("ema", num_rows), "ema"),
-            Curve(metrics.at_steps(steps, X_COLUMNS[self.x_kind]), losses, "validation", points=True),
+            Curve(x, raw, "raw", joined=False),
+            Curve(x, averaged, "ema"),
+            Curve(metrics.at_steps(steps, X_COLUMNS[self.x_kind]), validated, "validation", points=True),
         ]
         cursor = None if self._row is None else float(x[self._row])
         marks = metrics.at_steps(self._data.checkpoints, X_COLUMNS[self.x_kind]).tolist()
-        return self._drawn(width, height, curves, marks=marks, cursor=cursor)
+        return self._drawn(width, height, curves, log_y=self.log_y and series is None, marks=marks, cursor=cursor)
 
     def _drawn(self, width: int, height: int, curves: list[Curve], **more: Any) -> list[Row]:
         return chart(
@@ -104,7 +133,6 @@ class LossChart(RunPane, can_focus=True):
             self.glyphs,
             x_kind=self.x_kind,
             x_range=self._range(),
-            log_y=self.log_y,
             clip=self.clip,
             label_cells=_LABEL_CELLS,
             **more,
@@ -150,7 +178,7 @@ class LossChart(RunPane, can_focus=True):
         head: Row = [(title, "title"), (lr, "dim")]
         head.append((sparkline(metrics.column("lr"), min(40, max(0, cells)), self.glyphs), "raw"))
         curve = Curve(x, metrics.column("grad_norm", num_rows), "lane.d2h")
-        return [exactly(head, width), *self._drawn(width, height - 1, [curve])]
+        return [exactly(head, width), *self._drawn(width, height - 1, [curve], log_y=self.log_y)]
 
     def headline(self) -> str:
         """The step under the cursor in figures, else how the loss is drawn."""
@@ -159,12 +187,19 @@ class LossChart(RunPane, can_focus=True):
             return "before the first step"
         if row is not None:
             at = {name: float(metrics.column(name)[row]) for name in ("step", "loss", "ema", "total_tokens", "step_s")}
+            if self.series is not None:
+                at["loss"], at["ema"] = (float(column[row]) for column in metrics.measured(self.series))
             return (
-                f"step {at['step']:,.0f}  loss {figure(at['loss'], 5)}  ema {figure(at['ema'], 5)}  "
+                f"step {at['step']:,.0f}  {self.series or 'loss'} {figure(at['loss'], 5)}  ema {figure(at['ema'], 5)}  "
                 f"{count_text(at['total_tokens'])} tokens  {figure(at['step_s'])} s"
             )
         parts = [f"over {self.x_kind}s" if self.x_kind == "step" else f"over {self.x_kind}"]
-        parts += ["log"] * self.log_y + ["outliers clipped"] * self.clip + ["zoomed"] * (self.window is not None)
+        if (series := self.series) in metrics.validated:
+            steps, values = metrics.validated[series]
+            parts[:0] = [f"validation {figure(values[-1])} @{steps[-1]:,.0f}"] if len(steps) else []
+        parts[:0] = [f"last {figure(metrics.newest[series])}"] if series in metrics.newest else []
+        parts += ["log"] * (self.log_y and self.series is None)
+        parts += ["outliers clipped"] * self.clip + ["zoomed"] * (self.window is not None)
         return ", ".join(parts)
 
     def cursor_step(self) -> int | None:
