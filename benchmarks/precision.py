@@ -26,7 +26,8 @@ from penstock.app.bench.process import require_folders, scratch
 from penstock.app.console.working import Working
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.data.corpus.prepare import prepare_data
-from penstock.engine.data.loader import DataLoader, ValidationSet, make_loader, make_validation
+from penstock.engine.data.loader import DataLoader, ValidationSet
+from penstock.engine.data.loading import make_loader, make_validation
 from penstock.engine.export import export
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import model_spec

@@ -130,7 +130,7 @@ def test_one_package_with_recipes_and_everything_that_is_read(wheel: Path) -> No
     expected = {path for path in ours if path.suffix in (".py", ".tcss", ".html", ".js", ".css")}
     assert {f"penstock/{path.relative_to(REPOSITORY)}" for path in expected} <= set(names)
     recipes = {name for name in names if name.startswith("penstock/recipes/")}
-    assert recipes == {f"penstock/recipes/{path.name}" for path in (REPOSITORY / "recipes").glob("*.py")}
+    assert recipes == {f"penstock/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "recipes").rglob("*.py")}
 
 
 def test_commands_and_scripts_run_beside_packages_of_the_same_names(installed: Path, folder: Path) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from benchmarks.parts.setup import Setup
 from penstock.engine.data.corpus.prepare import prepare_data
-from penstock.engine.data.loader import DataLoader, make_loader
+from penstock.engine.data.loader import DataLoader
+from penstock.engine.data.loading import make_loader
 from penstock.engine.events import Observer
 from penstock.engine.kernels import choose_kernels, kernel_query
 from penstock.engine.machine.affinity import place_threads

@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.engine.config import DataConfig
-from penstock.engine.config.data import Source
+from penstock.engine.config.data import COMPARISONS, Source
 
-SOURCES = [name for name in get_args(Source) if name not in ("auto", "python_stdlib", "needles", "random")]
-"""Formats of rows that are read; the rest is made on the spot or comes with the interpreter."""
+SOURCES = [
+    name
+    for name in get_args(Source)
+    if name not in ("auto", "python_stdlib", "needles", "random") and name not in COMPARISONS
+]
+"""Formats of rows that are read and trained token by token; the rest is made on the spot, comes with the interpreter or
+compares answers."""
 
 Row = dict[str, Any]
 Tokens = tuple[list[int], list[float]]

@@ -34,12 +34,12 @@ _SECTIONS_THAT_COUNT = {
             "beta2",
             "eps",
         ),
-        *("weight_decay", "clip_norm", "z_loss", "router_aux_loss", "compute_dtype", "gradient_dtype", "compile"),
+        *("weight_decay", "clip_norm", "compute_dtype", "gradient_dtype", "compile"),
         *("device", "calibrate", "deterministic"),
     ),
     "budgets": ("gpu", "ram", "nvme"),
     "storage": ("nvme", "reader", "part_bytes", "checkpoint_every", "keep_last", "keep_good", "offsite"),
-    "samples": ("every",),
+    "grpo": ("reward_weights",),  # which are those of grpo.reward
     "after": ("export", "export_dtype", "export_shard"),  # the last two for `penstock export` as well
 }
 ALWAYS = frozenset(f"{section}.{name}".lstrip(".") for section, names in _SECTIONS_THAT_COUNT.items() for name in names)
@@ -63,9 +63,19 @@ _VALIDATED = ("train.validate_every=4", "data.validation_documents=4")
 _SAMPLED = ("samples.every=4", 'samples.prompts=["one"]')
 _TEXT = ("data.source=text", "data.path=notes")
 _CHATS = ("data.source=messages", "data.path=chats.jsonl")
+_PAIRS = ("data.source=preference", "data.path=pairs.jsonl")
 _EACH = 'data.mixture=[{"path": "a", "source": "jsonl", "split": "x", "columns": {"text": "t"}, "max_documents": 9}]'
 _SOME = 'data.mixture=[{"path": "a", "source": "jsonl"}]'
+_PROMPTS = ("data.source=prompts", "data.path=prompts.jsonl")
 _FOLDER = ("model.path=model",)
+_GRPO = ("train.objective=grpo", "train.global_batch_size=8", 'grpo.reward=["rewards.py:right"]')
+_RLOO = ("train.objective=rloo", *_GRPO[1:])
+_REWARD = ("train.objective=reward",)
+_OF_REWARDS = (
+    *("reward_timeout_s=5", "num_generations=4", "max_completion_length=32", "temperature=0.9", "top_p=0.5"),
+    *("num_iterations=2", "steps_per_generation=2", "epsilon=0.1", "epsilon_high=0.28"),
+    *("loss_type=grpo", "scale_rewards=none", "importance_sampling_level=sequence", "mask_truncated_completions=true"),
+)
 
 CASES = (
     Case("model.embedding_std=1", _FOLDER, ()),
@@ -96,8 +106,11 @@ CASES = (
     Case("data.chat_template=chat.jinja", _TEXT, (*_TEXT, *_SAMPLED, "samples.chat=true")),
     Case("data.chat_template=chat.jinja", ("data.source=jsonl", "data.path=rows.jsonl"), _CHATS),
     Case("data.trained_tokens=last", _TEXT, _CHATS),
+    Case("data.trained_tokens=all", _PAIRS, _CHATS),
+    Case("data.trained_tokens=last", _PROMPTS, ("data.source=preference", "data.path=pairs.jsonl")),
     Case("data.bad_rows=skip", _TEXT, _CHATS),
     Case("data.bos=on", _CHATS, _TEXT),
+    Case("data.bos=on", _CHATS, _PROMPTS),
     Case("data.bos=off", ("data.source=tokens", "data.path=ids.jsonl"), ("data.source=python_stdlib",)),
     Case("data.tokenizer=tokenizer.json", ("data.source=random",), _TEXT),
     Case("data.tokenizer_vocab_size=300", (*_TEXT, *_FOLDER), _TEXT),
@@ -107,6 +120,27 @@ CASES = (
     Case("train.min_lr_ratio=0.5", ("train.steps=8", "train.warmup_steps=7"), ("train.warmup_steps=7",)),
     Case("train.decay_steps=5", (), ("train.lr_schedule=wsd",)),
     Case('train.freeze=["*norm*"]', ("adapter.method=lora",), ()),
+    Case("preference.beta=0.5", (), ("train.objective=orpo",)),
+    Case("preference.loss_type=hinge", ("train.objective=simpo",), ("train.objective=dpo",)),
+    Case("preference.label_smoothing=0.1", ("train.objective=kto",), ("train.objective=simpo",)),
+    Case(
+        "preference.label_smoothing=0.1",
+        ("train.objective=dpo", "preference.loss_type=ipo"),
+        ("train.objective=dpo", "preference.loss_type=robust"),
+    ),
+    Case("preference.simpo_gamma=1", ("train.objective=dpo",), ("train.objective=simpo",)),
+    Case("preference.cpo_alpha=0", ("train.objective=dpo",), ("train.objective=cpo",)),
+    Case("preference.desirable_weight=2", ("train.objective=dpo",), ("train.objective=kto",)),
+    Case("preference.undesirable_weight=2", ("train.objective=dpo",), ("train.objective=kto",)),
+    Case("preference.center_rewards_coefficient=0.01", ("train.objective=dpo",), _REWARD),
+    Case("train.z_loss=0.0001", _REWARD, ()),
+    Case("train.router_aux_loss=0.01", _REWARD, ()),
+    Case("samples.every=4", (*_REWARD, _SAMPLED[1]), _SAMPLED[1:]),
+    Case('grpo.reward=["rewards.py:right"]', (), _GRPO[:2]),
+    *(Case(f"grpo.{setting}", (), _GRPO) for setting in _OF_REWARDS),
+    Case("grpo.beta=0.1", (), (*_GRPO, "adapter.method=lora")),
+    Case("train.validate_every=4", (*_GRPO, "data.validation_documents=4"), ("data.validation_documents=4",)),
+    *(Case(f"grpo.{setting}", _RLOO, _GRPO) for setting in _OF_REWARDS[-4:-1]),
     Case("train.validate_every=4", (), ("data.validation_documents=4",)),
     Case("train.validate_first=true", (), _VALIDATED),
     Case("train.validation_sequences=4", (), _VALIDATED),
@@ -130,6 +164,7 @@ CASES = (
     Case("after.export_merged=true", ("after.export=true",), ("adapter.method=lora", "after.export=true")),
     Case("after.push=owner/name", (), ("after.export=true",)),
     Case("after.sample_prompt=one", (), ("after.export=true",)),
+    Case("after.sample_prompt=one", ("after.export=true", *_REWARD), ("after.export=true",)),
     Case("after.sample_tokens=5", ("after.export=true",), ("after.export=true", "after.sample_prompt=one")),
 )
 

@@ -21,6 +21,7 @@ from penstock.engine.config import BudgetConfig as BudgetConfig
 from penstock.engine.config import (
     DataConfig,
     ModelConfig,
+    PreferenceConfig,
     Recipe,
     SamplesConfig,
     StorageConfig,
@@ -28,7 +29,7 @@ from penstock.engine.config import (
     parse_bytes,
 )
 from penstock.engine.data.corpus.prepare import prepare_data
-from penstock.engine.data.loader import make_loader, make_validation
+from penstock.engine.data.loading import make_loader, make_validation
 from penstock.engine.events import Preparing, Progress, SampleMetrics, Span, Spike, StepMetrics, ValidationMetrics, Want
 from penstock.engine.forecast.choices import dimensions
 from penstock.engine.forecast.problem import DTYPE_BYTES
@@ -245,11 +246,13 @@ def session(
     drives: list[Path] | None = None,
     samples: SamplesConfig | None = None,
     adapter: AdapterConfig | None = None,
+    preference: PreferenceConfig | None = None,
     **planned: Any,
 ) -> Session:
     """A session at the last generation in `folder`, or at a new first one; `planned`: of `plan_of`."""
     sections = {"model": m or model(), "data": d or data(), "train": t or training(), "storage": s or storage()}
     run = recipe(**sections, samples=samples or SamplesConfig(), adapter=adapter or AdapterConfig())
+    run.preference = preference or PreferenceConfig()
     train = run.train
     prepared = prepare_data(run, folder / "data")
     corpus = prepared.corpus

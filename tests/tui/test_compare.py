@@ -69,6 +69,31 @@ def test_a_table_fills_its_width_whatever_that_is() -> None:
     assert [part in wide for part in ("/a/very/long/path/to/", "none")] == [True, True]
 
 
+async def test_what_runs_measure_beside_their_loss_is_compared(
+    app: PenstockApp, pilot: Pilot[None], root: Path
+) -> None:
+    first, second = root / "runs/first", root / "runs/second"
+    append(first / "metrics.jsonl", NEW | {"measured": {"kl": 0.5, "rewards/margins": 0.25}})
+    append(second / "metrics.jsonl", NEW | {"measured": {"rewards/margins": None}})
+    append(second / "validation.jsonl", {"step": 13, "loss": 3.25, "measured": {"kl": 2.0}})
+    found = figures_of(*read(first, second))
+    assert {name: found.get(name) for name in ("rewards/margins, last", "kl, last", "kl, validation")} == {
+        "rewards/margins, last": ["0.250", "n/a"], "kl, last": ["0.500", "n/a"], "kl, validation": ["n/a", "2.00"],
+    }  # fmt: skip
+    app.open("compare", [first, second])
+    await until(pilot, lambda: isinstance(app.screen, CompareScreen) and bool(app.screen.tables["config"]))
+    screen = app.screen
+    assert isinstance(screen, CompareScreen)
+    loss = screen.query_one("#loss", LineWidget)
+    titles = []
+    for key in ("m", "m", "m", "M"):
+        await pilot.press(key)
+        titles.append(str(loss.border_title).partition(",")[0])
+    assert titles == ["rewards/margins", "kl", "loss", "kl"]
+    rows = plain(loss.rows(80, 16))
+    assert ("A" in rows, "B" in rows) == (True, False), "only one measures it in its steps"
+
+
 async def test_axes_scales_and_all_fields_and_a_live_runs_new_steps_and_a_vanished_run(
     app: PenstockApp, pilot: Pilot[None], root: Path
 ) -> None:

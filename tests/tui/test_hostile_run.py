@@ -26,6 +26,7 @@ ESCAPES = "\x1b]0;owned\x07\x1b]52;c;b3duZWQ=\x1b\\\x1b[7777X\x9d0;owned\x9c\x9b
 MARKUP = "[on #010203][@click=app.quit][link=http://x]owned"
 PAYLOAD = MARKUP + ESCAPES + "\n"
 FORBIDDEN = re.compile("\x1b\\]|\x1b\\[7777|[\x07\x08\x0e\x7f-\x9f\u202a-\u202e\u2066-\u2069]|48;2;1;2;3|\x1b\\\\")
+MEASURED = {name: 0.5 for name in (PAYLOAD, ESCAPES, "[on #010203][@click=app.quit]owned", "漢字" * 40)}
 KEPT = {"state", "lane", "op", "clip", "weights", "gradient", "level", "source", "model_type"}
 """Fields whose words decide what is shown: with others there would be nothing."""
 
@@ -50,7 +51,10 @@ def root(tmp_path: Path) -> Path:
         for file in run.rglob("*.json"):
             file.write_text(json.dumps(poisoned(json.loads(file.read_text()))))
         for file in run.glob("*.jsonl"):
-            lines = [json.dumps(poisoned(json.loads(line)), ensure_ascii=number % 2 == 0) for line in file.open()]
+            objects = [poisoned(json.loads(line)) for line in file.open()]
+            if file.name in ("metrics.jsonl", "validation.jsonl"):
+                objects = [line | {"measured": MEASURED} for line in objects]
+            lines = [json.dumps(line, ensure_ascii=number % 2 == 0) for line in objects]
             file.write_text("\n".join(lines) + "\n")
         status = json.loads((run / "status.json").read_text())
         preparing = [{"name": PAYLOAD, "state": "running", "seconds": 1.0, "detail": PAYLOAD, "fraction": 0.5}]
@@ -101,6 +105,7 @@ SCREENS: dict[str, Callable[[PenstockApp, list[Path]], Any]] = {
     "notice": lambda app, runs: app.screen.notify(PAYLOAD, title=PAYLOAD),
 }
 KEYS = {"home": ("down", "down", "down", "tab", "end", "up"), "timeline": ("full_stop", "enter")}
+KEYS |= dict.fromkeys([*STATES, "compare"], ("m",))
 
 
 async def test_nothing_that_is_drawn_is_obeyed(root: Path) -> None:

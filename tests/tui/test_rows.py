@@ -21,6 +21,7 @@ from penstock.tui.render.bars import StepFigures, figure_rows, tier_rows
 from penstock.tui.render.chart import Curve, chart, decimate, sparkline
 from penstock.tui.render.kpi import Figure, checklist_rows, kpi_row
 from penstock.tui.render.log import log_rows, matches
+from penstock.tui.render.measured import measured_rows
 from penstock.tui.render.one_row import bar
 from penstock.tui.render.plan import state_rows, summary_row
 from penstock.tui.render.ticks import linear_ticks, log_ticks, tick_texts, time_ticks
@@ -259,6 +260,23 @@ def test_what_is_done_and_what_is_being_done_and_what_narrow_rows_leave_out() ->
     assert (lines(24, 3)[0], lines(14, 3)[0]) == ("v tokenizing t~   33.2 s", "v tokenizing ~")
 
 
+def test_names_are_whole_where_there_is_room_else_what_has_none_is_counted() -> None:
+    newest = {"logps/chosen": -105.3, "rewards/chosen": 0.58, "rewards/margins": 0.856, "kl": NAN}
+
+    def lines(width: int, most: int) -> list[str]:
+        return plain(measured_rows(newest, "kl", width, most, ASCII)).rstrip().splitlines()
+
+    assert lines(90, 1) == ["rewards/margins 0.856  rewards/chosen 0.580   kl n/a   logps/chosen -105"]
+    assert lines(70, 1) == ["rewards/margins 0.856  chosen 0.580   kl n/a   logps/chosen -105".ljust(70).rstrip()]
+    assert lines(50, 1) == ["rewards/margins 0.856  chosen 0.580   kl n/a  +1"]
+    assert [line.rstrip() for line in lines(50, 2)] == [
+        "rewards/margins 0.856  rewards/chosen 0.580", "kl n/a   logps/chosen -105",
+    ]  # fmt: skip
+    assert lines(12, 1) == ["rewards/mar~"]
+    assert lines(90, 0) == []
+    assert measured_rows({}, None, 90, 3, ASCII) == []
+
+
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 def test_rows_are_as_wide_as_asked_whatever_they_show(glyphs: Glyphs) -> None:
     odd = ["漢字" * 200, "\x1b[31mred\x1b[0m\ttab\r", "", "\n\n", "x" * 100_000, "é́" * 50, "\u202e rtl \x00"]
@@ -277,6 +295,12 @@ def test_rows_are_as_wide_as_asked_whatever_they_show(glyphs: Glyphs) -> None:
             for state in (PlanState("advising", forecast), wrong, PlanState("planning", forecast, stale=True)):
                 page(state, "gh200-480", width, glyphs)
                 one_row(state, width)
+        for most in range(4):
+            rows = measured_rows(
+                {f"{name}/{n}": NAN for name in odd if name.isprintable() for n in "ab"}, None, width, most, glyphs
+            )
+            assert len(rows) <= most
+            assert widths(rows) == ({width} if most else set())
     for width in range(0, 150, 7):
         assert widths([kpi_row(width, "name", "crashed", FIGURES, glyphs)]) == {width}
         assert widths(tier_rows(tiers, width, 1, glyphs)) == widths(tier_rows(tiers, width, 2, glyphs)) == {width}

@@ -219,6 +219,32 @@ def test_columns_and_totals_and_what_is_absent_or_foreign_is_nan() -> None:
     assert math.isnan(log.column("loss")[2])
 
 
+def test_what_is_measured_beside_the_loss_has_columns_too_and_names_are_bounded() -> None:
+    log = filled(2)
+    assert (log.measured_names, log.newest) == ([], {})
+    log.add(line(step, measured={"kl": step / 2, "rewards/margins": 3.0}) for step in range(3, 1001))
+    assert log.measured_names == ["rewards/margins", "kl"]
+    values, averages = log.measured("kl")
+    assert np.isnan(values[:2]).all()
+    assert values[2:].tolist() == [step / 2 for step in range(3, 1001)]
+    assert values[-1] > averages[-1] > values[900]
+    np.testing.assert_allclose(log.measured("rewards/margins")[1][2:], 3.0)
+    log.add([line(6, measured={"kl": None, "reward": 7.0})])  # steps that are done again
+    assert [len(column) for column in log.measured("kl")] == [6, 6]
+    assert log.measured("kl")[1][-1] == log.measured("kl")[1][-2], "the average goes on over a gap"
+    assert repr(log.newest) == repr({"kl": math.nan, "rewards/margins": 3.0, "reward": 7.0})
+    assert np.isnan(log.measured("nobody's")[0]).tolist() == [True] * 6
+    log.add(line(step, measured={f"{step}/{n}": 0.5 for n in range(64)}) for step in range(7, 20))
+    assert len(log.measured_names) == 64
+    log = MetricsLog()
+    log.add_validation({"step": step, "loss": 2.0, "measured": {"kl": step / 4}} for step in (4, 8, 12))
+    log.add_validation([{"step": 8, "loss": 1.0, "measured": {"reward": 0.5}}])  # done again
+    found = {name: [column.tolist() for column in columns] for name, columns in log.validated.items()}
+    assert found == {"kl": [[4], [1.0]], "reward": [[8], [0.5]]}
+    log.add_validation([{"step": 4, "loss": 1.0}], anew=True)
+    assert (log.measured_names, log.validated) == ([], {})
+
+
 def test_eta_average_z_score_and_validations() -> None:
     log, eta = MetricsLog(), Eta(100)
     for step in range(1, 41):

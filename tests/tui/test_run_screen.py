@@ -201,6 +201,7 @@ async def test_the_log_is_filtered_and_samples_are_shown_step_by_step_and_prompt
     def write(step: int) -> None:
         texts = (f"first at {step}", f"second at {step} \x1b[31mred\nbelow")
         samples = [{"prompt": f"prompt {n}", "text": t, "tokens": 9, "ended": n == 1} for n, t in enumerate(texts)]
+        samples[1]["reward"] = 0.5
         append(first / "samples.jsonl", {"step": step, "samples": samples, "seconds": 1.0, "time": 0.0})
 
     async with opened(first, (120, 50)) as (pilot, screen):
@@ -227,6 +228,7 @@ async def test_the_log_is_filtered_and_samples_are_shown_step_by_step_and_prompt
         assert re.match(r"step 8  prompt 1 of 2  9 tokens, cut off +1 older: \[", drawn(pane))
         await pilot.press("n")
         text = drawn(pane)
+        assert "step 8  reward 0.5  prompt 2 of 2" in text
         assert "ended by the model" in text
         assert text.index("prompt 1\n" if "prompt 1\n" in text else "prompt 1 ") < text.index("second at 8")
         assert "\x1b" not in text
@@ -377,6 +379,58 @@ async def test_what_is_found_in_haystacks_stands_beside_the_loss_and_runs_withou
             assert max(len(line) for line in text.splitlines()) == screen.loss.size.width
         assert "the run has finished, and no ops were recorded" in drawn(screen.lanes)
         assert "no step was recorded" in drawn(screen.query_one(PipelineBar))
+
+
+NAMES = ["rewards/margins", "rewards/accuracies", "rewards/chosen", "kl"]
+
+
+def measure(run: Path) -> None:
+    """Give a run figures beside its loss, in steps and in validations."""
+    for name, add in (("metrics", 0.0), ("validation", 100.0)):
+        lines = json_lines(run / f"{name}.jsonl")
+        (run / f"{name}.jsonl").unlink()
+        for line in lines:
+            values = (add + line["step"] / 8, 0.75, -2.0, 0.0625)
+            append(run / f"{name}.jsonl", line | {"measured": dict(zip(NAMES, values, strict=True))})
+
+
+async def test_what_a_run_measures_beside_its_loss_is_shown_and_drawn_in_its_place(first: Path) -> None:
+    append(first / "validation.jsonl", {"step": 8, "loss": 4.0})
+    measure(first)
+    newest = "rewards/margins 1.50  rewards/accuracies 0.750  rewards/chosen -2.00   kl 0.0625"
+    for size, text in (((80, 24), newest.replace("rewards/ac", "ac").replace("rewards/c", "c")), ((150, 40), newest)):
+        async with opened(first, size) as (pilot, screen):
+            loss = screen.loss
+            assert text in drawn(loss)
+            before = drawn(loss)
+            assert {len(line) for line in before.splitlines()} == {loss.size.width}
+            seen = []
+            for _ in NAMES:
+                await press(pilot, "m")
+                seen.append((loss.series, str(loss.border_title)))
+                assert drawn(loss) != before
+            assert seen == [(name, f"1 {name}") for name in NAMES]
+            await press(pilot, "m")
+            assert (loss.series, loss.border_title, drawn(loss)) == (None, "1 loss", before)
+            await press(pilot, "M", "M", "M", "M")
+            assert loss.headline().startswith("last 1.50, validation 101 @8, over steps")
+            await press(pilot, "y")
+            assert "only the loss has a logarithmic axis" in notices(pilot)
+            await press(pilot, "comma")
+            assert loss.headline().startswith("step 12  rewards/margins 1.5000  ema ")
+
+
+async def test_a_run_that_measures_only_its_loss_offers_nothing_else(first: Path) -> None:
+    async with opened(first) as (pilot, screen):
+        before = drawn(screen.loss)
+        await press(pilot, "m")
+        assert "nothing but the loss is measured" in notices(pilot)
+        assert "series" not in {action.name for action in pilot.app.offered(screen)}
+        assert (screen.loss.series, drawn(screen.loss)) == (None, before)
+        append(first / "metrics.jsonl", json_lines(first / "metrics.jsonl")[-1] | {"step": 13, "measured": {"kl": 0.5}})
+        await until(pilot, lambda: "kl 0.500" in drawn(screen.loss))
+        await press(pilot, "m")
+        assert screen.loss.series == "kl"
 
 
 CAPACITY = 20_000

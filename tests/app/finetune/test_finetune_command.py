@@ -191,6 +191,18 @@ def test_rows_are_printed_as_training_reads_them(here: Path, capsys: Captured) -
     assert "--set adapter.rank: has no effect on how data is read; leave it out" in said
 
 
+def test_prompts_are_shown_as_the_model_gets_them_and_nothing_of_them_is_trained(here: Path, capsys: Captured) -> None:
+    asked = [{"role": "user", "content": "Which colour?"}]
+    (here / "prompts.jsonl").write_text(json.dumps({"prompt": asked, "answer": "green"}) + "\n")
+    assert main(["data", "tiny-chat", "prompts.jsonl", "--json"]) == 0
+    printed = capsys.readouterr()
+    (row,) = map(json.loads, printed.out.splitlines())
+    assert row["text"] == "<|im_start|>user\nWhich colour?<|im_end|><|im_start|>assistant\n"
+    assert set(row["weights"]) == {0}
+    assert "of which 0.0% are trained" in printed.err
+    assert "these are prompts without answers" in refusal(capsys, "finetune", "tiny-chat", "prompts.jsonl", "--yes")
+
+
 def test_no_keeps_the_recipe_and_too_large_writes_none(here: Path, monkeypatch: Patch, capsys: Captured) -> None:
     given = sys.stdin
     for closed in (given, None):  # `<&-` makes it None

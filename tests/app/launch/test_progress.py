@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,12 @@ def test_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch)
         "step 60 of 90  loss 2.5000  validation 2.2500  1,200 tok/s mean, 1,234 last step  ETA 30s",
     ]
     console, out = screen()
+    display = Display(console, total_steps=2)
+    measured = {"entropy": 2.0, "kl": 0.01, "rewards/accuracies": 0.5, "rewards/margins": float("nan")}
+    display.step(replace(metrics(1, 1.0), measured=measured), None, None)
+    found = "loss 2.5000  rewards/margins n/a  accuracies 0.500  kl 0.0100  1,234 tok/s last step  ETA n/a"
+    assert out.getvalue().splitlines() == [f"step 1 of 2  {found}"]
+    console, out = screen()
     display = Display(console, total_steps=5)
     display.prepare(Preparing("pinning 350 GB", "begun", 0.0))
     for seconds in range(1, 150):
@@ -156,6 +163,11 @@ def test_summary_shows_every_figure() -> None:
         "validation loss 4.5000 (best 4.4000 after step 1,200)",
         "mean 3,457 tokens/s, 1.25 s a step; 0.123 TFLOP/s of the model; compute busy 75%; "
         "peak memory: gpu 512 MiB of 1.0 GiB, nvme 0 of 0 B; 9.0 GiB written to /mnt/a/run, endurance used 3%",
+    ]
+    first_and_last = {"kl": {"first": 0.0, "last": 0.5}, "rewards/margins": {"first": -1.0, "last": 12.5}}
+    more = {"measured": first_and_last, "validation_measured": {"kl": {"first": 1.0, "last": 2.0}}}
+    assert summary_lines(summary | more, [4.0, 5.0], wall_s=20.0)[1:-1] == [
+        "rewards/margins -1.00 -> 12.5, kl 0 -> 0.500, validation kl 1.00 -> 2.00"
     ]
     chosen = {"forward": ["torch-cudnn", "torch-cuda-flash"], "backward": ["flash-attn-4"]}
     on_gpu = summary | {"attention": {"installed": {"torch-cudnn": None}, "chosen": chosen}}

@@ -70,6 +70,44 @@ def test_relative_paths_become_absolute_one_drive_or_several_and_a_bad_list_is_n
             changed(f"storage.nvme={text}")
 
 
+def test_files_of_rewards_become_absolute_and_commands_stay() -> None:
+    rewards = ["mine.py:right", "../a:b.py:short", "/abs/r.py:f", "command: python mine.py:x"]
+    found = resolve_paths(changed(*GRPO, f"grpo.reward={json.dumps(rewards)}"), Path("/here/there"))
+    assert found.grpo.reward == ["/here/there/mine.py:right", "/here/a:b.py:short", "/abs/r.py:f", rewards[3]]
+    assert from_json(to_json(found)) == found
+
+
+GRPO = ("train.objective=grpo", "train.global_batch_size=16", 'grpo.reward=["r.py:f"]')
+BAD_REWARDS = {
+    "grpo.reward=[]": "grpo.reward: empty, but train.objective=grpo needs one; name a function, FILE.py:FUNCTION, or",
+    "train.global_batch_size=12": "train.global_batch_size: 12 is not a multiple of grpo.num_generations 8; a step",
+    "grpo.num_generations=1": "grpo.num_generations: 1 must be at least 2",
+    'grpo.reward=["r.py"]': "grpo.reward[0]: 'r.py' is no reward; write FILE.py:FUNCTION, such as",
+    'grpo.reward=["r.py:f", "r.txt:f"]': "grpo.reward[1]: 'r.txt:f' is no reward; write",
+    'grpo.reward=["r.py:no name"]': "grpo.reward[0]: 'r.py:no name' is no reward; write",
+    'grpo.reward=["command: "]': "grpo.reward[0]: names no program behind 'command:'",
+    'grpo.reward=["r.py:f", "r.py:f"]': "grpo.reward: one is listed twice; list each once",
+    "grpo.reward_weights=[1, 2]": "grpo.reward_weights: 2 weights for 1 rewards of grpo.reward; give one for each",
+    'grpo.reward_weights=["a"]': "must be a list of numbers such as [1, 0.5]",
+    "grpo.reward_timeout_s=0": "grpo.reward_timeout_s: 0.0 must be above 0",
+    "grpo.temperature=0": "grpo.temperature: 0.0 must be above 0, or all completions of a prompt would be the same",
+    "grpo.top_p=1.5": "grpo.top_p: 1.5 must be above 0, at most 1",
+    "grpo.epsilon=1": "grpo.epsilon: 1.0 must be above 0 and below 1",
+    "grpo.epsilon_high=0": "grpo.epsilon_high: 0.0 must be above 0",
+    "grpo.beta=-1": "grpo.beta: -1.0 must not be negative",
+    "grpo.loss_type=ppo": "grpo.loss_type: 'ppo' must be one of grpo, bnpo, dr_grpo, dapo",
+    "grpo.max_completion_length=0": "grpo.max_completion_length: 0 must be at least 1",
+}
+
+
+@pytest.mark.parametrize(("override", "said"), BAD_REWARDS.items())
+def test_a_bad_field_of_rewards_is_named(override: str, said: str) -> None:
+    assert changed(*GRPO).grpo.reward == ["r.py:f"]
+    with pytest.raises(UserError) as caught:
+        changed(*GRPO, override)
+    assert said in str(caught.value)
+
+
 TAKEN: dict[str, Any] = {
     "model.num_layers=4": 4, "train.steps=1_000": 1000, "train.lr=3e-4": 3e-4, "train.lr=1": 1.0,
     "train.lr_schedule=linear": "linear", 'train.lr_groups={"*norm*": 0, "*": 0.5}': {"*norm*": 0.0, "*": 0.5},

@@ -18,7 +18,7 @@ from penstock.engine.events import Preparing, Progress, Sample, SampleMetrics, S
 FIELDS: dict[str, Any] = {
     "grad_norm": 0.5, "lr": 1e-3, "tokens": 7, "step_s": 0.25, "tokens_per_s": 28.0, "warmup": False, "time": 1234.5,
     "model_flops": 10**15, "nvme_read_bytes": {"/mnt/a/run": 4096}, "nvme_written_bytes": {"/mnt/a/run": 8192},
-    "tier_bytes": {"gpu": 1, "ram": 2, "nvme": 3},
+    "tier_bytes": {"gpu": 1, "ram": 2, "nvme": 3}, "measured": {"rewards/margins": 0.25, "kl": 0.5},
 }  # fmt: skip
 """Of a step, as the log has them too."""
 
@@ -198,7 +198,7 @@ def test_validations_and_samples_have_files_of_their_own_that_a_resumed_run_repl
             log.validation(validation(step, 10.0 if step < 4 else float("nan")))
             log.samples(samples(step, "first"))
     log.close("failed")
-    rest = {"tokens": 11, "seconds": 0.5, "time": 1234.5, "accuracy": None, "recall": None}
+    rest = {"tokens": 11, "seconds": 0.5, "time": 1234.5, "accuracy": None, "recall": None, "measured": {}}
     lines = [{"step": 2, "loss": 10.0} | rest, {"step": 4, "loss": None} | rest]
     assert json_lines(tmp_path / "validation.jsonl") == lines
     with (tmp_path / "validation.jsonl").open("a") as file:

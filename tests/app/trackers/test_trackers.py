@@ -57,9 +57,11 @@ def write_steps(path: Path, steps: Iterable[int], began: float = BEGAN) -> None:
             "step": step, "loss": 8.0 / step, "grad_norm": None if step == 3 else 1.5, "lr": 1e-3, "tokens": 100,
             "tokens_per_s": 50.0, "step_s": 2.0, "time": at, "tier_bytes": {"gpu": 1000 + step, "ram": 2000},
             "nvme_read_bytes": {"/a": 5, "/b": 6},
+            "measured": {"rewards/margins": step / 8, "rewards/<lambda>/mean": None if step == 3 else 2.5, "loss": 9.0},
         })  # fmt: skip
         if step % 10 == 0:
-            append(path / "validation.jsonl", {"step": step, "loss": 2.0, "accuracy": 0.5, "time": at + 0.1})
+            append(path / "validation.jsonl", {"step": step, "loss": 2.0, "accuracy": 0.5, "time": at + 0.1,
+                                               "measured": {"rewards/margins": step / 4}})  # fmt: skip
             sample = {"prompt": "One *day*", "text": f" after {step} steps\nit rained", "tokens": 5, "ended": False}
             append(path / "samples.jsonl", {"step": step, "samples": [sample], "seconds": 1, "time": at + 0.2})
 
@@ -97,6 +99,12 @@ def places(lines: list[Line]) -> list[tuple[int, str]]:
     return [(line.step, line.stream) for line in lines]
 
 
+def test_a_sample_with_a_reward_shows_it(tmp_path: Path) -> None:
+    sample = {"prompt": "2 + 2 =", "text": " 4", "tokens": 2, "ended": True, "reward": 1.0}
+    append(tmp_path / "samples.jsonl", {"step": 3, "samples": [sample], "seconds": 1, "time": 5.0})
+    assert [line.samples for line in all_of(Feed(tmp_path, {}))] == [[("2 + 2 =", " 4  [reward 1]")]]
+
+
 def test_lines_come_once_in_the_order_of_steps(tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "run", range(1, 12))
     feed = Feed(run, {})
@@ -104,7 +112,8 @@ def test_lines_come_once_in_the_order_of_steps(tmp_path: Path) -> None:
     assert places(lines)[8:] == [(9, "metrics"), (10, "metrics"), (10, "validation"), (10, "samples"), (11, "metrics")]
     first = {"train/loss": 8.0, "drives/read_bytes": 11, "memory/gpu_bytes": 1001}
     assert first.items() <= lines[0].values.items()
-    assert "train/grad_norm" not in lines[2].values, "null in metrics.jsonl: not finite"
+    assert {"train/grad_norm", "train/rewards/<lambda>/mean"}.isdisjoint(lines[2].values), "null: not finite"
+    assert (lines[0].values["train/rewards/margins"], lines[10].values["eval/rewards/margins"]) == (0.125, 2.5)
     assert lines[10].values["validation/perplexity"] == pytest.approx(7.389056)
     write_steps(run, [12])
     assert places(feed.read()) == [(12, "metrics")]
@@ -172,6 +181,8 @@ def test_a_tensorboard_has_every_step_once_and_as_it_was_done_last(run: Path) ->
     began = {step: BEGAN if step < 18 else 1.9e9 for step in range(1, 24)}
     assert losses == [(step, began[step] + step, pytest.approx(8.0 / step)) for step in range(1, 24)]
     assert [event.step for event in found.Scalars("validation/perplexity")] == [10, 20]
+    assert [event.value for event in found.Scalars("train/rewards/margins")] == [step / 8 for step in range(1, 24)]
+    assert [event.value for event in found.Scalars("eval/rewards/margins")] == [2.5, 5.0]
     text = found.Tensors("samples/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert text == "**One \\*day\\***\n\n after 20 steps\nit rained ...\n"
 
@@ -261,6 +272,9 @@ def test_wandb_has_all_of_it(run: Path, server: WandbServer) -> None:
     ((name, rows),) = server.rows.items()
     losses([(row["train/global_step"], row["train/loss"]) for row in rows if "train/loss" in row])
     assert [row["train/global_step"] for row in rows if "validation/perplexity" in row] == [10, 20]
+    margins = [row["train/rewards/margins"] for row in rows if "train/rewards/margins" in row]
+    assert margins == [step / 8 for step in STEPS]
+    assert [row["eval/rewards/margins"] for row in rows if "eval/rewards/margins" in row] == [2.5, 5.0]
     pages = {asked.body for asked in server.requests if "/upload/media/html/" in asked.path}
     assert [row["train/global_step"] for row in rows if "samples" in row] == [10, 20]
     assert len(pages) == 2
@@ -294,6 +308,9 @@ def test_mlflow_has_all_of_it(run: Path, server: MlflowServer) -> None:
     track(run, "mlflow")
     client = MlflowClient(server.url)
     losses([(metric.step, metric.value) for metric in client.get_metric_history("run0", "train/loss")])
+    rewards = client.get_metric_history("run0", "train/rewards/_lambda_/mean")
+    assert [metric.step for metric in rewards] == [step for step in STEPS if step != 3]
+    assert [metric.value for metric in client.get_metric_history("run0", "eval/rewards/margins")] == [2.5, 5.0]
     times = [metric.timestamp for metric in client.get_metric_history("run0", "validation/accuracy")]
     assert times == [1_800_000_010_100, 1_800_000_020_100]
     assert (server.runs["run0"]["status"], server.runs["run0"]["params"]["train.steps"]) == ("FINISHED", "100")
@@ -313,6 +330,8 @@ def test_trackio_has_all_of_it(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
     config, rows = json.loads(done.stdout)
     losses([(row["step"], row["train/loss"]) for row in rows if "train/loss" in row])
     assert [row["step"] for row in rows if "validation/loss" in row] == [10, 20]
+    assert [row["train/rewards/margins"] for row in rows if "train/rewards/margins" in row] == [s / 8 for s in STEPS]
+    assert [row["eval/rewards/margins"] for row in rows if "eval/rewards/margins" in row] == [2.5, 5.0]
     assert [row["samples"]["_value"][0]["text"] for row in rows if "samples" in row][
         -1
     ] == " after 20 steps\nit rained ..."

@@ -13,7 +13,7 @@ from compiled import compiled_afresh
 from samples import cases
 
 from penstock.engine.data.corpus.prepare import prepare_data
-from penstock.engine.data.loader import make_loader
+from penstock.engine.data.loading import make_loader
 from penstock.engine.forecast.costs import Calibration, Conditions, Costs, op_kind
 from penstock.engine.forecast.simulate import simulate
 from penstock.engine.hf.config import model_config

@@ -1,0 +1,234 @@
+"""Training on completions that the model samples: the same bits after a kill in any phase, rewards that fail, and what
+advantages are."""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import comparisons
+import pytest
+import tiny
+import torch
+from samples import samples
+from transformers import AutoModelForCausalLM
+
+from penstock.engine import passes, rollouts, session
+from penstock.engine.config import AdapterConfig, BudgetConfig, GrpoConfig
+from penstock.engine.data.completions import Generation
+from penstock.engine.data.corpus.files import TokenCorpus
+from penstock.engine.hf.config import model_config
+from penstock.engine.rewards.rewards import Rewards
+from penstock.storage.files.errors import UserError
+from penstock.storage.generations.store import NvmeStore
+
+REWARD = """
+def letters(completions, wanted, **_):
+    return [float(text.count(letter)) for text, letter in zip(completions, wanted)]
+"""
+FAILS_LATER = """
+calls = []
+
+def letters(completions, wanted, **_):
+    calls.append(1)
+    return [float(text.count(letter)) / (len(calls) < 2) for text, letter in zip(completions, wanted)]
+"""
+STEPS = 5
+
+
+def run(folder: Path, observer: tiny.Silent, *, resume: bool = False, reward: str = REWARD, **changes: Any) -> None:
+    """Steps on completions of twelve tokens at most, two steps for each generation, on a budget in which weights and
+    state are on NVMe."""
+    rows = [{"prompt": row["prompt"], "wanted": "e"} for row in comparisons.pairs(9)]
+    if not resume:
+        (folder.with_suffix(".py")).write_text(reward)
+    grpo: dict[str, Any] = {"num_generations": 4, "max_completion_length": 6, "num_iterations": 2}
+    train: dict[str, Any] = {"objective": "grpo", "steps": STEPS, "global_batch_size": 8, "micro_batch_size": 4}
+    given: dict[str, Any] = {
+        "model": tiny.model(vocab_size=None),
+        "data": comparisons.data(comparisons.write(folder.with_suffix(".jsonl"), rows), sequence_length=40),
+        "train": tiny.training(**train),
+        "budgets": BudgetConfig(gpu="least", ram="least"),
+        "adapter": changes.pop("adapter", AdapterConfig()),
+    }
+    given["grpo"] = GrpoConfig(reward=[f"{folder.with_suffix('.py')}:letters"], **grpo | changes)
+    tiny.train_run(folder, observer, resume=resume, **given)
+
+
+def outcome(folder: Path, observer: tiny.Silent) -> tuple[Any, ...]:
+    """What a run comes to, but for how long it took."""
+    last = {name: value for name, value in observer.metrics[-1].measured.items() if not name.endswith("_s")}
+    return last, observer.metrics[-1].loss, tiny.digest_of(folder)
+
+
+MOMENTS: list[tuple[Any, str, int]] = [
+    *((passes.Forward, "__call__", moment) for moment in (1, 4, 9)),
+    *((Generation, "save", moment) for moment in range(1, 6)),
+    *((rollouts, "_log_probabilities", moment) for moment in (1, 2)),
+    *((Rewards, "scores", moment) for moment in (1, 2, 3)),
+    *((session.Session, "begin_step", moment) for moment in range(1, STEPS + 1)),
+    *((session.Session, "_commit", moment) for moment in (1, 3)),
+]
+
+
+def dying(folder: Path, place: int) -> None:
+    """Train, and die by SIGKILL at that call."""
+    owner, name, moment = MOMENTS[place]
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def counted(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **named)
+
+    setattr(owner, name, counted)
+    run(folder, tiny.Silent())
+
+
+@pytest.mark.sampled
+def test_kill_9_in_any_phase_resumes_bit_for_bit(tmp_path: Path) -> None:
+    straight = tiny.Silent()
+    run(tmp_path / "straight", straight)
+    expected = outcome(tmp_path / "straight", straight)
+    processes = multiprocessing.get_context("forkserver")
+    for place in random.Random(0).sample(range(len(MOMENTS)), samples(3, len(MOMENTS))):
+        folder, observer = tmp_path / str(place), tiny.Silent()
+        child = processes.Process(target=dying, args=(folder, place))
+        child.start()
+        child.join(600)
+        assert child.exitcode == -signal.SIGKILL, MOMENTS[place]
+        run(folder, observer, resume=(folder / "state" / "manifest.json").exists())
+        assert outcome(folder, observer) == expected, MOMENTS[place]
+
+
+def test_what_was_sampled_and_rewarded_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward function fails in the second generation; mended, the run goes on with the completions that there are."""
+    folder = tmp_path / "run"
+    with pytest.raises(UserError, match=r"ZeroDivisionError.*Generation \d+ \(step 2\) is intact: fix the cause, then"):
+        run(folder, tiny.Silent(), reward=FAILS_LATER)
+    found = Generation.read(folder / "data" / "generations", 2)
+    assert found is not None
+    assert found.completions
+    assert not found.advantages
+    decodes: list[int] = []
+    decode = rollouts.decode
+    monkeypatch.setattr(rollouts, "decode", lambda *args, **named: (decodes.append(1), decode(*args, **named))[1])
+    (folder.with_suffix(".py")).write_text(REWARD)
+    observer, straight = tiny.Silent(), tiny.Silent()
+    run(folder, observer, resume=True)
+    assert len(decodes) == 1, "the second generation is there; the third is sampled"
+    run(tmp_path / "straight", straight)
+    assert [m.loss for m in observer.metrics] == [m.loss for m in straight.metrics[2:]]
+
+
+FAILING = {
+    "raises": ("def letters(completions, **_):\n    return [int(text) for text in completions]", "ValueError"),
+    "NaN": (
+        "def letters(completions, **_):\n    return [float('nan')] * len(completions)",
+        "completion 0 is nan, of the row",
+    ),
+    "too few": ("def letters(completions, **_):\n    return [1.0]", "it returned 1 rewards for 8 completions"),
+    "hangs": ("import time\ndef letters(**_):\n    time.sleep(60)", "took longer than 0.5 s and was ended"),
+    "dies": ("import os\ndef letters(**_):\n    os._exit(3)", "its process ended with exit code 3"),
+    "missing": ("def other(**_):\n    return []", "grpo.reward"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_reward_function_that_fails_is_named(tmp_path: Path, name: str) -> None:
+    reward, message = FAILING[name]
+    with pytest.raises(UserError, match=f"(?s)run.py:letters.*{message}|{message}.*run.py"):
+        run(tmp_path / "run", tiny.Silent(), reward=reward, reward_timeout_s=0.5)
+
+
+def test_the_reference_of_an_adapter_is_the_model_beside_it(tmp_path: Path) -> None:
+    """Log-probabilities of completions without the adapter are those of the base, whatever was trained meanwhile."""
+    folder, observer = tmp_path / "run", tiny.Silent()
+    run(
+        folder,
+        observer,
+        adapter=AdapterConfig(method="lora", rank=2),
+        beta=0.3,
+        num_iterations=1,
+        max_completion_length=5,
+    )
+    assert observer.metrics[0].measured["kl"] == 0
+    assert observer.metrics[-1].measured["kl"] > 1e-6
+    made = Generation.read(folder / "data" / "generations", STEPS - 1)
+    assert made is not None
+    corpus, recipe = TokenCorpus(folder / "data" / "corpus"), tiny.recipe(model=tiny.model(vocab_size=None))
+    spec = tiny.spec_of(model_config(recipe, 300), (), AdapterConfig(method="lora", rank=2))
+    with closing(NvmeStore.open(folder / "state", read_only=True)) as store:
+        found = tiny.parameters(store, spec)
+    model: Any = AutoModelForCausalLM.from_config(spec.config, dtype=torch.float32).eval()
+    frozen = {name.replace(".base_layer", ""): w for name, w in found.items() if "lora_" not in name}
+    model.load_state_dict(frozen)
+    for document, ids, expected in zip(made.documents, made.completions, made.base, strict=True):
+        prompt = corpus.tokens[corpus.starts[document] : corpus.starts[document + 1]].tolist()
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        logps = torch.log_softmax(logits.double(), -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert logps.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_samples_show_completions_with_their_rewards(tmp_path: Path) -> None:
+    observer = tiny.Silent()
+    run(tmp_path / "run", observer)
+    assert [made.step for made in observer.samples] == [0, 2, 4]
+    assert not any("running mean" in message for message in observer.messages)  # the losses are around 0
+    for made in observer.samples:
+        assert all(one.reward == one.text.count("e") for one in made.samples)
+    assert all({"reward", "reward_std", "completions/mean_length"} <= m.measured.keys() for m in observer.metrics)
+
+
+def test_old_log_probabilities_are_the_first_steps_own(tmp_path: Path) -> None:
+    """No ratio differs from one in the first step of a generation: the sampler's numbers are the trainer's."""
+    observer = tiny.Silent()
+    run(tmp_path / "run", observer, loss_type="grpo")
+    for m in observer.metrics[::2]:
+        assert m.loss == pytest.approx(0, abs=1e-15)
+        assert m.measured["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("objective", ["grpo", "rloo"])
+def test_advantages(objective: str) -> None:
+    config = GrpoConfig(reward=["a.py:a", "a.py:b"], reward_weights=[1.0, 0.5], num_generations=3)
+    made = Generation(step=0, made_by="", documents=[0] * 6, completions=[[1]] * 6, ended=[True] * 6)
+    made.rewards = [[1.0, 0.0, 2.0, 1.0, None, 4.0], [0.0, 2.0, None, 0.0, None, 0.0]]
+    totals, found = rollouts.advantages(made, config, objective)
+    assert totals[:4] == [1.0, 1.0, 2.0, 1.0]
+    assert math.isnan(totals[4])
+    if objective == "rloo":
+        assert found == pytest.approx([1 - 1.5, 1 - 1.5, 2 - 1, 1 - 4, 0, 4 - 1])
+        return
+    for group, each in ((torch.tensor([1.0, 1.0, 2.0]), found[:3]), (torch.tensor([1.0, 4.0]), [found[3], found[5]])):
+        assert each == pytest.approx(((group - group.mean()) / (group.std() + 1e-4)).tolist(), rel=1e-6)
+    assert found[4] == 0
+
+
+def test_prompts_that_leave_no_room_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"leaves no room for a prompt before grpo.max_completion_length=39"):
+        run(tmp_path / "run", tiny.Silent(), max_completion_length=39)
+    with pytest.raises(UserError, match=r"leaves 4 tokens for a prompt .* the longest has"):
+        run(tmp_path / "run", tiny.Silent(), max_completion_length=36)
+
+
+def test_a_generation_that_is_damaged_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, tiny.Silent(stop_after=1))
+    file = next((folder / "data" / "generations").glob("step-*.json"))
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"advantages": [0.0] * 8}))
+    with pytest.raises(UserError, match=r"step-000000\.json: damaged"):
+        run(folder, tiny.Silent(), resume=True)
+    file.unlink()
+    with pytest.raises(UserError, match="completions of step 0 that the run is training on are gone"):
+        run(folder, tiny.Silent(), resume=True)
