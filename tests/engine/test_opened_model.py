@@ -221,7 +221,7 @@ def test_sequences_end_at_stop_ids_and_at_the_end_of_the_context(tmp_path: Path)
         stop = frozenset({expected[1][2]})
         found = ours.generate([long, PROMPTS[0]], Decoding(new_tokens=9, stop_ids=stop))
         assert found[0] == Continuation(expected[0], True)
-        assert found[1] == Continuation(expected[1][:2], True)
+        assert found[1] == Continuation(expected[1][:2], True, end=expected[1][2])
         with pytest.raises(UserError, match="prompt 2: 128 tokens, and the model's context is 128"):
             ours.generate([[1], [1] * 128], Decoding())
 

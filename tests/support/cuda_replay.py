@@ -173,13 +173,13 @@ class Arithmetic:
         self._cuda.use(*grads.values(), write=True)
 
     def head(
-        self, weights: Tensors, x: Tensor, tokens: ChunkTokens, scale: float, grads: Tensors, *_: Any, z_loss: float
+        self, weights: Tensors, x: Tensor, tokens: ChunkTokens, scale: float, grads: Tensors, *_: Any, **_options: float
     ) -> tuple[Tensor, Tensor]:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
         self._cuda.use(*grads.values(), write=True)
         return self._cuda.scratch(1, dtype=torch.float64)[0], self._result(x.shape[0])
 
-    def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int) -> tuple[Tensor, Tensor]:
+    def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, *_: float) -> tuple[Tensor, Tensor]:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
         count = tokens.labels.numel()
         return self._cuda.scratch(count, dtype=torch.float64), self._cuda.scratch(count, dtype=torch.bool)
