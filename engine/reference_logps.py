@@ -103,7 +103,7 @@ def _make(folder: Path, session: Session, observer: Observer) -> NDArray[np.floa
         if not done:
             _append(stream, header)
         batches = itertools.islice(_batches(session), done, None)
-        total = max(1, sum(1 for _ in _batches(session)))
+        total = _num_passes(session)
         for number, data in enumerate(evaluations(session, batches, first=_FIRST_PASS), start=done + 1):
             found = _of_pass(session, data)
             for document, which, value in found:
@@ -167,6 +167,12 @@ def _batches(session: Session) -> Iterator[Sequence[MicroBatch]]:
             yield batches
 
 
+def _num_passes(session: Session) -> int:
+    """Of all answers; of many about so many."""
+    rows = session.loader.num_rows + (0 if session.validation is None else session.validation.num_rows)
+    return max(1, -(-rows // (session.plan.problem.rows * session.plan.group)))
+
+
 def _loader(session: Session, recipe: Recipe, documents: NDArray[np.int64]) -> DataLoader:
     return DataLoader(
         session.loader.corpus,
@@ -182,7 +188,9 @@ def _loader(session: Session, recipe: Recipe, documents: NDArray[np.int64]) -> D
 def _of_pass(session: Session, data: EvaluationData) -> list[tuple[int, int, float]]:
     """(document, which of its two answers, log-probability) of each answer in a pass."""
     result = []
-    logps = sequences_of(data.micro_batches, data.scores, totals_of(data.micro_batches)).logps().tolist()
+    logps = (
+        sequences_of(data.micro_batches, data.scores, totals_of(data.micro_batches, session.objective)).logps().tolist()
+    )
     paired, first = session.objective.compares == "pairs", 0
     for stream in data.micro_batches:
         for number, (source, side) in enumerate(zip(stream.sources, stream.columns[SIDE].tolist(), strict=True)):

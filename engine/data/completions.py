@@ -120,11 +120,12 @@ class CompletionLoader(DataLoader):
             objective=objective,
         )
         self.folder = corpus.folder.with_name(FOLDER)
-        self._recipe, self._generation, self._used = recipe, None, 0
+        self._recipe, self._used = recipe, 0
+        self._generation: Generation | None = None
         self._prompts_cursor: dict[str, Any] = super().cursor
         """Where the prompts of the next generation begin."""
-
-    _generation: Generation | None
+        self._behind = self._prompts_cursor
+        """Where those begin that come behind the ones drawn last."""
 
     @property
     def num_steps(self) -> int:
@@ -159,14 +160,13 @@ class CompletionLoader(DataLoader):
         the same, until `begin`."""
         super().seek(self._prompts_cursor)
         sources = [source for batch in super().next_step() for source in batch.sources]
+        self._behind = super().cursor
         count = self._recipe.grpo.num_generations
         return [document for source in sources for document in [self.corpus.document_at(source)] * count]
 
     def begin(self, generation: Generation) -> None:
-        """Train on these completions in the steps to come; their prompts are done."""
-        super().seek(self._prompts_cursor)
-        super().next_step()
-        self._prompts_cursor, self._generation, self._used = super().cursor, generation, 0
+        """Train on these completions of the prompts drawn last in the steps to come."""
+        self._prompts_cursor, self._generation, self._used = self._behind, generation, 0
 
     @property
     def measured(self) -> Mapping[str, float]:

@@ -82,7 +82,7 @@ class DataLoader:
         self._endless = endless
         self._packed = data.packing != "wrap" and not one_document_per_row
         documents = np.arange(corpus.info.num_documents) if documents is None else documents
-        self._objective, self._documents = objective, documents
+        self.objective, self._documents = objective, documents
         self._target = partial(last_token, padding=padding) if objective.reward_model else None
         self.reference: NDArray[np.float64] | None = None
         lengths = np.diff(corpus.starts)[documents]
@@ -328,17 +328,17 @@ class DataLoader:
         assert sides is not None
         prompt, value = sides[document].tolist()
         start, stop = self.corpus.starts[document : document + 2].tolist()
-        if self._objective.compares == "pairs":
+        if self.objective.compares == "pairs":
             parts = [(CHOSEN, [(start, start + value)]), (REJECTED, [(start + value, stop)])]
         else:
             parts = [(CHOSEN if value else REJECTED, [(start, stop)])]
-            if self._objective.mismatched:
+            if self.objective.mismatched:
                 other = int(self._documents[which - 1])
                 answer = int(self.corpus.starts[other]) + int(sides[other, 0]), int(self.corpus.starts[other + 1])
                 parts.append((MISMATCHED, [(start, start + prompt), answer]))
         for number, (side, ranges) in enumerate(parts):
             reference = None if self.reference is None else float(self.reference[document, number])
-            prompts = self._objective.prompts and side == CHOSEN
+            prompts = self.objective.prompts and side == CHOSEN
             at += stream.add_answer(at, ranges, side=side, reference=reference, prompts=prompts, target=self._target)
         return at
 
@@ -404,7 +404,7 @@ class ValidationSet:
         self.num_documents = num_documents
         batches = [batch for some in self.passes(1) for batch in some]
         self.num_targets = sum(batch.num_targets for batch in batches)
-        self.totals, self.num_rows = totals_of(batches), loader.num_rows
+        self.totals, self.num_rows = totals_of(batches, loader.objective), loader.num_rows
         if not self.num_targets:
             raise UserError(
                 f"data.validation_documents: the {num_documents} held-out documents have no token to predict; hold "

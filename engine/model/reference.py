@@ -195,7 +195,7 @@ def forward_backward(
         # What each target counts follows from the scores of all.
         pairs = zip(hidden, targets, strict=True)
         scores = [runner.evaluate(here, x, tokens, logits_bytes, heat)[0] for x, tokens in pairs]
-        whole = sequences_of(streams, torch.cat(scores).cpu(), totals_of(streams))
+        whole = sequences_of(streams, torch.cat(scores).cpu(), totals_of(streams, objective))
         made, measured = coefficients(objective, whole)
         found.add(measured)
         parts = made.to(runner.device).split([len(of_chunk) for of_chunk in scores])

@@ -13,16 +13,16 @@ from penstock.engine.objectives.base import Objective
 from penstock.engine.objectives.sequences import CHOSEN, REJECTED, SIDE, Measured, Sequences, Totals
 
 
-def totals_of(streams: Sequence[MicroBatch]) -> Totals:
+def totals_of(streams: Sequence[MicroBatch], objective: Objective) -> Totals:
     """Of the micro-batches of a whole step."""
+    counted = [CHOSEN] if objective.compares == "pairs" else [CHOSEN, REJECTED]
     sequences, compared, chosen = 0, 0, 0.0
     for stream in streams:
         parts = _of_stream(stream)
         sequences += len(torch.unique(parts.sequence))
         if SIDE in stream.columns:
             side = stream.columns[SIDE]
-            pairs = int((side == CHOSEN).sum())
-            compared += pairs if _in_pairs(side) else pairs + int((side == REJECTED).sum())
+            compared += int(torch.isin(side, torch.tensor(counted)).sum())
             chosen += float(parts.weights[side[parts.sequence] == CHOSEN].sum())
     return Totals(sequences, compared, chosen)
 
@@ -38,13 +38,17 @@ def sequences_of(streams: Sequence[MicroBatch], scores: Tensor, totals: Totals) 
         name: torch.cat([_padded(stream.columns[name], len(stream.documents)) for stream in streams])
         for name in streams[0].columns
     }
+    of_targets = {
+        name: torch.cat([stream.target_columns[name][part.rows] for stream, part in zip(streams, parts, strict=True)])
+        for name in streams[0].target_columns
+    }
     return Sequences(
         scores,
         torch.cat([part.weights for part in parts]),
         torch.cat(numbers),
         torch.cat([part.prompt for part in parts]),
         columns,
-        {name: torch.cat([s.target_columns[name][_rows(s)] for s in streams]) for name in _named(streams)},
+        of_targets,
         first,
         totals,
     )
@@ -59,33 +63,21 @@ def coefficients(objective: Objective, sequences: Sequences) -> tuple[Tensor, Me
     return -gradient, measured
 
 
-def _in_pairs(side: Tensor) -> bool:
-    """Whether every chosen answer is followed by the rejected one."""
-    return len(side) % 2 == 0 and bool((side.view(-1, 2) == torch.tensor([CHOSEN, REJECTED])).all())
-
-
-def _rows(stream: MicroBatch) -> Tensor:
-    """int64 [t]: the tokens of a stream that have a target."""
-    return targets(stream.labels, stream.weights).nonzero().squeeze(-1)
-
-
-def _named(streams: Sequence[MicroBatch]) -> Sequence[str]:
-    return list(streams[0].target_columns)
-
-
 class _Parts(NamedTuple):
+    rows: Tensor
     weights: Tensor
     sequence: Tensor
     prompt: Tensor
 
 
 def _of_stream(stream: MicroBatch) -> _Parts:
-    """Of the targets of a stream, in order: weights float64 [t], documents int64 [t] and whether of a prompt [t]."""
-    rows = _rows(stream)
+    """Of the targets of a stream, in order: tokens int64 [t], weights float64 [t], documents int64 [t] and whether of a
+    prompt [t]."""
+    rows = targets(stream.labels, stream.weights).nonzero().squeeze(-1)
     weights = torch.ones(len(rows), dtype=torch.float64) if stream.weights is None else stream.weights[rows].double()
     sequence = torch.bucketize(rows, torch.tensor(stream.documents), right=True) - 1
     prompt = torch.zeros(len(rows), dtype=torch.bool) if stream.prompts is None else stream.prompts[rows]
-    return _Parts(weights, sequence, prompt)
+    return _Parts(rows, weights, sequence, prompt)
 
 
 def _padded(column: Tensor, length: int) -> Tensor:

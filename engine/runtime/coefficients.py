@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.engine.model.sequences import coefficients, sequences_of, totals_of
 from penstock.engine.objectives.base import Objective
+from penstock.engine.objectives.sequences import Totals
 from penstock.engine.runtime.views import Views
 from penstock.engine.schedule.ops import Op
 
@@ -25,6 +26,8 @@ class Coefficients:
         self._here = torch.zeros(scores.numel(), dtype=scores.dtype, device=views.device)
         self._group: tuple[int, int] | None = None
         """(step, group) whose coefficients there are."""
+        self._totals: tuple[int, Totals] | None = None
+        """Step, and what there is in it."""
 
     def of(self, op: Op) -> Tensor:
         """float64 [t] of the targets of the op's chunk, on the compute device."""
@@ -42,7 +45,9 @@ class Coefficients:
         self._fetch()
         scores = torch.cat([self._scores[place] for place in places])
         streams = step.micro_batches[group * size : (group + 1) * size]
-        made, measured = coefficients(self._objective, sequences_of(streams, scores, totals_of(step.micro_batches)))
+        if self._totals is None or self._totals[0] != op.step:
+            self._totals = op.step, totals_of(step.micro_batches, self._objective)
+        made, measured = coefficients(self._objective, sequences_of(streams, scores, self._totals[1]))
         step.found.add(measured)
         for place, part in zip(places, made.split([place.stop - place.start for place in places]), strict=True):
             self._scores[place] = part

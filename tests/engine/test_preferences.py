@@ -3,10 +3,8 @@ not harm."""
 
 import json
 import multiprocessing
-import os
 import random
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import comparisons
 import pytest
 import tiny
 import torch
+from killed import die_at_call
 from samples import cases, samples
 
 from penstock.engine import reference_logps
@@ -22,7 +21,10 @@ from penstock.engine.config import AdapterConfig, PreferenceConfig
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.model.reference import Training
 from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.sequences import totals_of
 from penstock.engine.model.tokens import MicroBatch
+from penstock.engine.objectives.base import OBJECTIVES
+from penstock.engine.objectives.sequences import CHOSEN, REJECTED, SIDE
 from penstock.engine.optim.base import MASTER
 from penstock.engine.session import Session
 from penstock.storage.files.errors import UserError
@@ -105,17 +107,7 @@ def outcome(folder: Path, observer: tiny.Silent) -> tuple[Any, ...]:
 
 def dying(folder: Path, function: str, moment: int) -> None:
     """Train, and die by SIGKILL at the call of that number of a function of the reference pass."""
-    original: Callable[..., Any] = getattr(reference_logps, function)
-    calls = 0
-
-    def counted(*args: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **named)
-
-    setattr(reference_logps, function, counted)
+    die_at_call(reference_logps, function, moment)
     run(folder, tiny.Silent())
 
 
@@ -218,3 +210,10 @@ def test_pairs_are_never_cut(tmp_path: Path, changes: dict[str, Any], message: s
     data = comparisons.data(path, sequence_length=24, long_documents="drop")
     run(tmp_path / "dropped", observer, data=data, train=tiny.training(objective="orpo", steps=1))
     assert any("longer than the context and left out" in message for message in observer.messages)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_verdicts_that_alternate_are_no_pairs(objective: str) -> None:
+    """A wanted and an unwanted answer in turn, as a pair's sides are: each counts by itself."""
+    stream = replace(MicroBatch.of([[1, 2, 3]] * 4), columns={SIDE: torch.tensor([CHOSEN, REJECTED] * 2).double()})
+    assert totals_of([stream], OBJECTIVES[objective]).compared == (2 if objective == "dpo" else 4)

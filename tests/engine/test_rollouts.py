@@ -4,10 +4,8 @@ advantages are."""
 import json
 import math
 import multiprocessing
-import os
 import random
 import signal
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import comparisons
 import pytest
 import tiny
 import torch
+from killed import die_at_call
 from samples import samples
 from transformers import AutoModelForCausalLM
 
@@ -79,18 +78,7 @@ MOMENTS: list[tuple[Any, str, int]] = [
 
 def dying(folder: Path, place: int) -> None:
     """Train, and die by SIGKILL at that call."""
-    owner, name, moment = MOMENTS[place]
-    original: Callable[..., Any] = getattr(owner, name)
-    calls = 0
-
-    def counted(*args: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **named)
-
-    setattr(owner, name, counted)
+    die_at_call(*MOMENTS[place])
     run(folder, tiny.Silent())
 
 

@@ -250,7 +250,7 @@ class TokenCorpus:
         A number may be NaN or infinite, where the source has such.
         """
         assert self._rows is not None, "documents are no prompts"
-        return self._rows.read(document)
+        return self._rows.row(document)
 
     @cached_property
     def origins(self) -> Origins:
@@ -369,12 +369,12 @@ class CorpusWriter:
         ensure((sides is not None) == is_compared, f"sides {sides} of comparison '{self._comparison}'")
         ensure((row is not None) == is_prompt, f"a row of comparison '{self._comparison}'")
         if self._rows is not None and row is not None:
-            self._rows.add(row)
+            self._rows.add_row(row)
         if sides is not None:
             self._sides.append(sides)
         if images:
             self._images = self._images or ImageWriter(self._folder)
-            self._images.add(self.num_documents, images)
+            self._images.add_images(self.num_documents, images)
             self._num_images += len(images)
         if len(ids) and int(ids.max()) > self._max[0]:
             self._max = (int(ids.max()), document)
@@ -417,10 +417,10 @@ class CorpusWriter:
             weight_content, files[WEIGHT_SUMS] = self._weights.finish()
             content = hashlib.sha256(f"{content} {weight_content}".encode()).hexdigest()
         if self._images is not None:
-            image_content, files[IMAGE_INDEX] = self._images.finish()
+            image_content, files[IMAGE_INDEX] = self._images.finish(), self._images.index
             content = hashlib.sha256(f"{content} {image_content}".encode()).hexdigest()
         if self._rows is not None:
-            row_content, files[ROW_INDEX] = self._rows.finish()
+            row_content, files[ROW_INDEX] = self._rows.finish(), self._rows.index
             content = hashlib.sha256(f"{content} {row_content}".encode()).hexdigest()
         elif self._comparison:
             files[SIDES] = np.asarray(self._sides, dtype="<i8").tobytes()

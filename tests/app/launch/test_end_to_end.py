@@ -48,7 +48,8 @@ def losses(run: Path) -> list[float]:
 
 def validations(run: Path) -> list[tuple[int, float]]:
     lines = json_lines(run / "validation.jsonl")
-    assert all(set(line) == {"step", "loss", "accuracy", "recall", "tokens", "seconds", "time", "measured"} for line in lines)
+    names = {"step", "loss", "accuracy", "recall", "tokens", "seconds", "time", "measured"}
+    assert all(set(line) == names for line in lines)
     return [(line["step"], line["loss"]) for line in lines]
 
 
