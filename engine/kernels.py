@@ -60,7 +60,7 @@ def kernel_query(spec: ModelSpec, plan: Plan) -> KernelQuery:
 def _attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
     chunk, total = plan.max_chunk_tokens, plan.max_chunk_tokens if plan.streamed else plan.window_tokens
     if (samples := plan.problem.samples) is not None:  # a prompt goes on in the next chunk, however batches are cut
-        total = max(total, 2 * chunk, *samples.lengths)
+        total = max(total, 2 * chunk, samples.prompt_tokens + samples.new_tokens, *samples.lengths)
     shapes = (shape for shape in spec.attention if shape is not None)
     result = (
         Attends(

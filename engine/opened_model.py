@@ -13,13 +13,12 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch import Tensor
 
 from penstock.engine.computing import Computing
 from penstock.engine.config import DataConfig, Recipe, TrainConfig
 from penstock.engine.forecast.problem import whole_buffers
 from penstock.engine.forecast.query import Estimate, Query, sample_tier
-from penstock.engine.generate.decode import Continuation, Decoding, OnToken, Row, decode
+from penstock.engine.generate.decode import Choose, Continuation, Decoding, OnToken, Row, decode
 from penstock.engine.hf.weights import FLOAT_DTYPES
 from penstock.engine.machine.budgets import free_budgets
 from penstock.engine.machine.device import resolve_device
@@ -149,9 +148,9 @@ class OpenedModel(Texts):
             some = prompts[first : first + len(group)]
             forward, known = self._begin(some, group, reuse=reuse and len(prompts) == 1)
 
-            def compute(rows: Sequence[Row], forward: Forward = forward) -> Tensor:
+            def compute(rows: Sequence[Row], choose: Choose, forward: Forward = forward) -> list[int]:
                 with self._pass():
-                    return forward(rows)
+                    return forward(rows, choose)
 
             def on_chosen(sequence: int, token: int, first: int = first, forward: Forward = forward) -> bool | None:
                 ended = on_token(first + sequence, token) if on_token is not None else None
@@ -278,7 +277,7 @@ class OpenedModel(Texts):
             return self._computing
         plan = self._query.plan(totals, continued=continued)
         space = plan.problem.samples
-        logits_bytes = self._query.logits_bytes(plan.max_chunk_tokens if space is None else len(space.lengths))
+        logits_bytes = self._query.logits_bytes(plan.max_chunk_tokens if space is None else space.sequences)
         weights = {} if self._computing is None else self._computing.weights
         self._give_up()
         for name in [name for name in weights if plan.buffers[name].weights != "gpu"]:
@@ -340,7 +339,7 @@ def _holds(plan: Plan, totals: Sequence[int], *, continued: bool) -> bool:
     p = plan.problem
     if continued != (p.samples is not None):
         return False
-    if p.samples is not None and (len(totals) > len(p.samples.lengths) or sum(totals) > sum(p.samples.lengths)):
+    if p.samples is not None and (len(totals) > p.samples.sequences or sum(totals) > p.samples.rows):
         return False
     if p.chunk_per_row:
         return max(totals) <= p.row_tokens and len(totals) <= p.micro_batches

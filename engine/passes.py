@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from torch import Tensor
-
-from penstock.engine.generate.decode import Row
+from penstock.engine.generate.decode import Choose, Row
+from penstock.engine.generate.places import distinct, lay_out
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.engine.plan.plan import Plan
@@ -101,31 +100,42 @@ def evaluations(
 class Forward:
     """Finds what may follow tokens (engine/generate/decode.py: Forward)."""
 
-    def __init__(self, on: Computes, lengths: Sequence[int], *, commit: bool = False) -> None:
-        """`lengths`: tokens that each sequence comes to. `commit`: the first pass commits the step's generation."""
+    def __init__(
+        self, on: Computes, lengths: Sequence[int], *, copies: int = 1, new_tokens: int = 0, commit: bool = False
+    ) -> None:
+        """`lengths`: tokens that each prompt comes to with what is written behind it. Of each prompt there are `copies`
+        side by side, whose last `new_tokens` are their own. `commit`: the first pass commits the step's generation."""
         self._on, self._commit = on, commit
         self.lengths = list(lengths)
-        self.ids: list[list[int]] = [[] for _ in lengths]
+        self._copies = copies
+        self.ids: list[list[int]] = [[] for _ in lengths for _ in range(copies)]
         """Of each sequence the tokens that have been read."""
-        self._tables: list[list[bytes]] = [[] for _ in lengths]
+        self._tables: list[list[bytes]] = [[] for _ in self.ids]
         """Of models whose rotary tables depend on the length: those that each sequence's keys were turned by."""
         space = on.plan.problem.samples
         self._cached = space is not None and space.tier != "nowhere"
+        self._places = lay_out(lengths, copies, new_tokens, share=on.spec.shares_beginnings)
         on.runtime.drop_tokens()
-        on.runtime.sample_ops.cut(lengths)
+        on.runtime.sample_ops.lay_out(self._places)
 
-    def __call__(self, rows: Sequence[Row]) -> Tensor:
-        logits: Tensor | None = None
-        for pieces in self._passes([self._unread(row) for row in rows]):
-            logits = self._run(pieces)
+    def __call__(self, rows: Sequence[Row], choose: Choose) -> list[int]:
+        # Those of a token each are computed together with others that see about as many.
+        unread = sorted((self._unread(row) for row in rows), key=lambda row: len(row.ids) == 1 and row.end)
+        chosen: list[int] = []
+        left = sum(len(row.ids) for row in unread)
+        for pieces in self._passes(unread):
+            left -= sum(len(row.ids) for piece in pieces for row in piece)
+            chosen = self._run(pieces, None if left else choose)
         for row in rows:  # what a broken pass leaves behind does not count as read
             self.ids[row.sequence][row.start :] = row.ids
-        assert logits is not None
-        return logits[[row.sequence for row in rows]]
+        return chosen
 
     def _unread(self, row: Row) -> Row:
         """What has to be read for a row: all of its sequence where its keys and values are not cached."""
-        known = self.ids[row.sequence][: row.start]
+        ids = self.ids[row.sequence]
+        if not ids and row.start:  # a copy begins as the first one of its prompt, which has read it
+            ids += self.ids[row.sequence - row.sequence % self._copies][: row.start]
+        known = ids[: row.start]
         assert len(known) == row.start, "tokens that were never read"
         whole = not self._cached
         if self._on.spec.length_dependent_rotary:
@@ -157,11 +167,11 @@ class Forward:
                 ids, start, left = ids[len(now) :], start + len(now), left - len(now)
         yield pieces
 
-    def _run(self, pieces: list[list[Row]]) -> Tensor:
-        """One pass: every block computes all pieces. The logits of all sequences."""
+    def _run(self, pieces: list[list[Row]], choose: Choose | None) -> list[int]:
+        """One pass: every block computes all pieces. The tokens that `choose` makes of the logits of all sequences."""
         on, rows = self._on, [row for piece in pieces for row in piece]
-        read = {row.sequence: row.start for row in reversed(rows) if row.start}
-        data = on.carrier.samples(pieces, read)
+        read = distinct(self._places, {row.sequence: row.start for row in reversed(rows) if row.start}.items())
+        data = on.carrier.samples(pieces, self._places, read, choose)
         number = on.runtime.begin_samples(data)
         pass_ = sampling(
             on.plan,
@@ -169,7 +179,8 @@ class Forward:
             number,
             chunks=[one.chunk for one in data.chunks.values()],
             wanted=[i for i, one in data.chunks.items() if i == len(pieces) - 1 or any(row.wanted for row in one.rows)],
-            read_tokens=sum(read.values()),
+            read_tokens=sum(end - first for first, end in read),
+            seen_tokens=sum(row.start for row in rows if len(row.ids) == 1),
         )
         commit, self._commit = self._commit, False
         for op in _start(on, pass_, commit):

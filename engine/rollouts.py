@@ -87,7 +87,7 @@ def _made_by(session: Session) -> tuple[str, str]:
 
 
 def _sampled(session: Session, documents: Sequence[int], made_by: str) -> Generation:
-    """As many completions at a time as the plan has room for."""
+    """The completions of as many prompts at a time as the plan has room for."""
     corpus, config, space = session.loader.corpus, session.recipe.grpo, session.plan.problem.samples
     assert space is not None
     decoding = Decoding(
@@ -97,14 +97,16 @@ def _sampled(session: Session, documents: Sequence[int], made_by: str) -> Genera
         seed=session.recipe.train.seed * 2**32 + session.step,
         stop_ids=session.stop_ids,
     )
-    prompts = [corpus.tokens[corpus.starts[i] : corpus.starts[i + 1]].tolist() for i in documents]
+    copies, new_tokens = config.num_generations, config.max_completion_length
+    prompts = [corpus.tokens[corpus.starts[i] : corpus.starts[i + 1]].tolist() for i in documents[::copies]]
     commit = session.commit_due(session.step) or session.is_over
     result: list[Continuation] = []
-    for first in range(0, len(prompts), len(space.lengths)):
-        some = prompts[first : first + len(space.lengths)]
-        lengths = [len(prompt) + config.max_completion_length for prompt in some]
-        forward = Forward(session, lengths, commit=commit and session.builder.uncommitted)
-        result += decode(forward, some, decoding, first=first)
+    for at in range(0, len(prompts), space.prompts):
+        some = prompts[at : at + space.prompts]
+        lengths = [len(prompt) + new_tokens for prompt in some]
+        due = commit and session.builder.uncommitted
+        forward = Forward(session, lengths, copies=copies, new_tokens=new_tokens, commit=due)
+        result += decode(forward, some, decoding, copies=copies, first=at * copies)
     completions = [one.ids + ([] if one.end is None else [one.end]) for one in result]
     return Generation(
         step=session.step,

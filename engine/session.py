@@ -141,7 +141,9 @@ class Session:
         loader.seek(store.meta["cursor"])
         self.settings, self.executor = lanes.settings, lanes.executor
         self._lanes, self._reservation, self.uploads, self._vision = lanes, reservation, uploads, vision
-        self.carrier = BatchCarrier(plan.chunks, device, compiled=compute.runner.compiled)
+        self.carrier = BatchCarrier(
+            plan.chunks, device, compiled=compute.runner.compiled, sequences=plan.problem.sequences
+        )
         with checklist.step("allocating memory"):
             give_back_memory()  # what compiling and timing the ops left
             store.add_scratch(scratch_arrays(plan))

@@ -12,7 +12,7 @@ from penstock.engine.schedule.actions import ACTIONS
 
 STEP_END = a.CLIP.name
 """The op with whose end a step ends: loss and gradient norm are known."""
-BETWEEN_STEPS = {a.EVALUATE.name: "validating", a.TAKE_LOGITS.name: "writing samples"}
+BETWEEN_STEPS = {a.EVALUATE.name: "validating", a.CHOOSE.name: "writing samples"}
 """The ops with which a validation, and each token of samples, end, and what was done then: between a step's end and the
 next one's first op."""
 READ_STATE = a.READ_STATE.name

@@ -81,23 +81,48 @@ def estimate_samples(plan: Plan, on: Conditions, *, new_tokens: int, full: bool 
     space = plan.problem.samples
     assert space is not None
     rows, mean = len(space.lengths), sum(space.lengths) // len(space.lengths)
-    first = sampling_spent(plan, on, rows, mean - new_tokens, 0, full=full)
+    first = sampling_spent(plan, on, rows, mean - new_tokens, full=full)
     later = later_spent(plan, on, rows, mean - new_tokens // 2, full=full)
     return first.seconds + (new_tokens - 1) * later.seconds
+
+
+def estimate_completions(plan: Plan, on: Conditions, *, prompts: int, new_tokens: int, full: bool = False) -> float:
+    """Seconds in which all completions of so many of the longest prompts are sampled, as many of them side by side as
+    the plan has room for, if each has all its tokens."""
+    space = plan.problem.samples
+    assert space is not None
+    copies, half = space.copies, new_tokens // 2
+    once = 1 if space.shared else copies
+    total = 0.0
+    for count, times in Counter(_parts(prompts, space.prompts)).items():
+        first = sampling_spent(plan, on, count * once, space.prompt_tokens, full=full)
+        read, seen = count * space.rows_of_prompt(half), count * copies * (space.prompt_tokens + half)
+        new = 1 if space.tier != "nowhere" else space.prompt_tokens + half
+        later = sampling_spent(plan, on, count * copies, new, read * (new == 1), seen * (new == 1), full=full)
+        total += times * (first.seconds + (new_tokens - 1) * later.seconds)
+    return total
+
+
+def _parts(count: int, most: int) -> list[int]:
+    return [min(most, count - at) for at in range(0, count, most)]
 
 
 def later_spent(plan: Plan, on: Conditions, sequences: int, tokens: int, *, full: bool = False) -> Spent:
     """Of one more token of each of so many sequences, which have `tokens` so far."""
     space = plan.problem.samples
-    new, read = (tokens, 0) if space is not None and space.tier == "nowhere" else (1, tokens)
-    return sampling_spent(plan, on, sequences, new, read, full=full)
+    if space is not None and space.tier == "nowhere":
+        return sampling_spent(plan, on, sequences, tokens, full=full)
+    return sampling_spent(plan, on, sequences, 1, sequences * tokens, sequences * tokens, full=full)
 
 
-def sampling_spent(plan: Plan, on: Conditions, sequences: int, new: int, read: int, *, full: bool = False) -> Spent:
-    """Of `new` tokens of each of so many sequences, of which `read` have been read."""
+def sampling_spent(
+    plan: Plan, on: Conditions, sequences: int, new: int, read: int = 0, seen: int = 0, *, full: bool = False
+) -> Spent:
+    """Of `new` tokens of each of so many sequences, which see `seen` earlier ones in all in `read` rows."""
 
     def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
-        return sampling(plan, 1, -1, chunks=chunks, wanted=[chunks[-1].index], read_tokens=sequences * read)
+        last = [chunks[-1].index]
+        return sampling(plan, 1, -1, chunks=chunks, wanted=last, read_tokens=read, seen_tokens=seen)
 
     window, tokens = plan.window_tokens, sequences * new
     times = -(-tokens // (window * plan.group))

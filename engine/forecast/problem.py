@@ -27,6 +27,9 @@ LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 LOGIT_BYTES = 12
 """Of one of them: in the compute dtype, in float32, and their gradient."""
 
+DRAW_BYTES = 64
+"""Of an entry of the vocabulary while a sequence's next token is drawn, sorted, in float64."""
+
 TEMPLATE_TOKENS = 128
 """What a chat template puts around a message, at most, as far as a plan without the tokenizer is concerned."""
 

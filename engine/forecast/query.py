@@ -10,6 +10,7 @@ from penstock.engine.forecast.costs import Conditions
 from penstock.engine.forecast.extrapolate import evaluation_spent, later_spent, sampling_spent
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
+    DRAW_BYTES,
     LOGIT_BYTES,
     LOGITS_BYTES,
     block_shapes,
@@ -73,7 +74,7 @@ class Query:
 
     def logits_bytes(self, rows: int) -> int:
         """What so many rows of logits may take at once, with what is made of them."""
-        return min(LOGITS_BYTES[self.device_type], rows * self.spec.vocab_size * LOGIT_BYTES)
+        return min(LOGITS_BYTES[self.device_type], self.spec.vocab_size * (DRAW_BYTES + rows * LOGIT_BYTES))
 
     def _problem(self, lengths: Sequence[int], chunk: int, *, continued: bool) -> PlanInput:
         spec, cuda = self.spec, self.device_type == "cuda"
@@ -168,7 +169,7 @@ class Query:
         """Of `sequences` prompts of `prompt_tokens` each that get `new_tokens` more, or are scored, where that is 0.
         `stored`: bytes of each buffer on disk. `filled`: what stays in memory is there already."""
         if new_tokens:
-            first = sampling_spent(plan, Conditions(machine), sequences, prompt_tokens, 0)
+            first = sampling_spent(plan, Conditions(machine), sequences, prompt_tokens)
             later = later_spent(plan, Conditions(machine), sequences, prompt_tokens + new_tokens // 2)
         else:
             documents = list(range(0, plan.window_tokens, max(1, prompt_tokens)))

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine.config import SAMPLED
 from penstock.engine.forecast.costs import Calibration, Conditions
-from penstock.engine.forecast.extrapolate import estimate, estimate_evaluation, estimate_samples, num_ops
+from penstock.engine.forecast.extrapolate import (
+    estimate,
+    estimate_completions,
+    estimate_evaluation,
+    estimate_samples,
+    num_ops,
+)
 from penstock.engine.forecast.flops import active_params, executed_flops, model_flops
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult, promised_s
@@ -217,14 +223,18 @@ def _generations(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any
         return None
     full = num_ops(plan) <= WHOLE_OPS
     steps = config.num_iterations * config.steps_per_generation
+    prompts = train.global_batch_size * config.steps_per_generation // config.num_generations
     logps_s = config.steps_per_generation * estimate_evaluation(plan, on, full=full) if steps > 1 else 0.0
     return {
         "times": -(-train.steps // steps),
         "steps": steps,
-        "prompts": train.global_batch_size * config.steps_per_generation // config.num_generations,
+        "prompts": prompts,
+        "at_once": min(prompts, plan.problem.samples.prompts) if plan.problem.samples else prompts,
         "completions": config.num_generations,
         "tokens": config.max_completion_length,
-        "sampling_s": estimate_samples(plan, on, new_tokens=config.max_completion_length, full=full),
+        "sampling_s": estimate_completions(
+            plan, on, prompts=prompts, new_tokens=config.max_completion_length, full=full
+        ),
         "logps_s": logps_s,
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -160,34 +159,23 @@ class PlanRequest:
     @property
     def samples(self) -> SampleSpace | None:
         """What the samples need room for; None where the recipe asks for none."""
-        wanted, lengths = self.recipe.samples, tuple[int, ...]()
+        recipe, wanted, lengths = self.recipe, self.recipe.samples, tuple[int, ...]()
         if wanted.every is not None:
             tokens = most_prompt_tokens(wanted) if self.prompt_tokens is None else self.prompt_tokens
             lengths = tuple(count + wanted.tokens for count in tokens)
-        if completions := self._completions:
-            # Samples use the same memory, at other times.
-            pairs = itertools.zip_longest(sorted(lengths), sorted(completions), fillvalue=0)
-            lengths = tuple(map(max, pairs))
-        if not lengths:
-            return None
-        return SampleSpace(
-            lengths=lengths,
-            keeps=not self.spec.recurrent,
-            vocabulary=self.spec.vocab_size,
-            often=bool(completions),
-        )
-
-    @property
-    def _completions(self) -> tuple[int, ...]:
-        """Tokens that completions sampled side by side come to; none where none are trained on."""
-        recipe = self.recipe
-        if recipe.train.objective not in SAMPLED:
-            return ()
-        count = recipe.train.global_batch_size * recipe.grpo.steps_per_generation
-        longest = recipe.data.sequence_length
-        if self.longest_prompt is not None:
-            longest = self.longest_prompt + recipe.grpo.max_completion_length
-        return (longest,) * count
+        space = SampleSpace(lengths=lengths, keeps=not self.spec.recurrent, vocabulary=self.spec.vocab_size)
+        if recipe.train.objective in SAMPLED:
+            new, copies = recipe.grpo.max_completion_length, recipe.grpo.num_generations
+            longest = recipe.data.sequence_length - new if self.longest_prompt is None else self.longest_prompt
+            space = replace(
+                space,
+                prompts=recipe.train.global_batch_size * recipe.grpo.steps_per_generation // copies,
+                copies=copies,
+                prompt_tokens=longest,
+                new_tokens=new,
+                shared=self.spec.shares_beginnings,
+            )
+        return space if space.rows else None
 
     @property
     def chunks(self) -> list[int]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from penstock.engine.forecast.problem import DRAW_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +32,7 @@ class Row(NamedTuple):
     """Tokens of one sequence that a forward is to read."""
 
     sequence: int
-    """Which prompt, counted from 0."""
+    """Which one, counted from 0."""
     start: int
     """Position of the first of `ids`."""
     ids: Sequence[int]
@@ -41,12 +45,29 @@ class Row(NamedTuple):
         return self.start + len(self.ids)
 
 
+class Target(NamedTuple):
+    """A token that is to be chosen."""
+
+    read: int
+    """The sequence behind whose last token it stands: its own, or one that begins alike."""
+    sequence: int
+    """Its own."""
+    position: int
+
+
+Choose = Callable[[Tensor, int], list[int]]
+"""(logits float32 [sequences, vocab] wherever they were computed, bytes that may be made of them) -> token ids."""
+
+
 class Forward(Protocol):
     """Reads tokens and says what may follow them."""
 
-    def __call__(self, rows: Sequence[Row]) -> Tensor:
-        """float32 [len(rows), vocab]: the logits behind the last token of each row. Keys and values are kept for later
-        calls; a row that starts below what is kept of its sequence drops what lies behind."""
+    def __call__(self, rows: Sequence[Row], choose: Choose) -> list[int]:
+        """What `choose` makes of the logits, in which those behind the last token of each row are by its sequence.
+
+        Keys and values are kept for later calls; a row that starts below what is kept of its sequence drops what lies
+        behind. Of several copies of a prompt the first alone reads it.
+        """
 
 
 class Continuation(NamedTuple):
@@ -68,28 +89,31 @@ def decode(
     decoding: Decoding,
     on_token: OnToken | None = None,
     *,
+    copies: int = 1,
     known: Sequence[int] | None = None,
     first: int = 0,
 ) -> list[Continuation]:
-    """Continue each of `prompts`, none of them empty, until it ends or has its tokens.
+    """Continue each of `prompts`, none of them empty, `copies` times, until it ends or has its tokens.
 
-    Sequences that have ended leave the batch. What is drawn of a sequence depends on the seed, its number and the
-    position only, beside its logits. `known`: of each prompt, how many of its first tokens `forward` has read already,
-    fewer than all. `first`: what the first of them is numbered in draws.
+    Sequences, copies of a prompt side by side, that have ended leave the batch. What is drawn of one depends on the
+    seed, its number and the position only, beside its logits. `known`: of each prompt, how many of its first tokens
+    `forward` has read already, fewer than all. `first`: what the first of them is numbered in draws.
     """
     assert all(prompts), "a prompt without tokens"
-    made: list[list[int]] = [[] for _ in prompts]
-    ended = [False] * len(prompts)
-    ends: list[int | None] = [None] * len(prompts)
+    count = len(prompts) * copies
+    made: list[list[int]] = [[] for _ in range(count)]
+    ended = [False] * count
+    ends: list[int | None] = [None] * count
     if decoding.new_tokens == 0:
-        return [Continuation([], False) for _ in prompts]
+        return [Continuation([], False) for _ in range(count)]
     starts = [0] * len(prompts) if known is None else known
-    rows = [Row(i, start, ids[start:]) for i, (start, ids) in enumerate(zip(starts, prompts, strict=True))]
+    rows = [Row(i * copies, start, ids[start:]) for i, (start, ids) in enumerate(zip(starts, prompts, strict=True))]
+    targets = [Target(row.sequence, row.sequence + copy, row.end) for row in rows for copy in range(copies)]
     while rows:
-        targets = [(row.sequence, row.end) for row in rows]
-        chosen = choose(forward(rows), [(first + sequence, position) for sequence, position in targets], decoding)
+        numbered = [target._replace(sequence=first + target.sequence) for target in targets]
+        chosen = forward(rows, partial(choose, targets=numbered, decoding=decoding))
         rows = []
-        for (sequence, position), token in zip(targets, chosen, strict=True):
+        for (_, sequence, position), token in zip(targets, chosen, strict=True):
             if token in decoding.stop_ids:
                 ended[sequence], ends[sequence] = True, token
                 continue
@@ -98,22 +122,51 @@ def decode(
                 ended[sequence] = True
             elif len(made[sequence]) < decoding.new_tokens:
                 rows.append(Row(sequence, position, [token]))
+        targets = [Target(row.sequence, row.sequence, row.end) for row in rows]
     return [Continuation(*result) for result in zip(made, ended, ends, strict=True)]
 
 
-def choose(logits: Tensor, targets: Sequence[tuple[int, int]], decoding: Decoding) -> list[int]:
-    """The next token of each row of `logits` [rows, vocab]; `targets`: the (sequence, position) that each is for."""
+def choose(logits: Tensor, nbytes: int, *, targets: Sequence[Target], decoding: Decoding) -> list[int]:
+    """The token of each target, by `logits` [sequences, vocab], of which `nbytes` are made at a time, or one row."""
     if not decoding.temperature:
-        return [int(token) for token in logits.argmax(dim=-1).tolist()]
-    # On the host and in float64: the draw is the same wherever the logits were made.
-    probabilities = torch.softmax(logits.double().cpu() / decoding.temperature, dim=-1)
-    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    cumulative = ordered.cumsum(dim=-1)
-    result = []
-    for row, (sequence, position) in enumerate(targets):
-        # Kept is every token before which less than `top_p` has been reached: at least the first.
-        count = max(1, int(((cumulative[row] - ordered[row]) < decoding.top_p).sum()))
-        share = random.Random(f"{decoding.seed}:{sequence}:{position}").random()
-        choice = int(torch.searchsorted(cumulative[row, :count], share * float(cumulative[row, count - 1]), right=True))
-        result.append(int(ids[row, min(choice, count - 1)]))
+        likeliest = logits.argmax(dim=-1).tolist()
+        return [int(likeliest[target.read]) for target in targets]
+    step = max(1, nbytes // (logits.shape[1] * DRAW_BYTES))
+    result: list[int] = []
+    for at in range(0, len(targets), step):
+        some = targets[at : at + step]
+        result += _draw(logits[[target.read for target in some]], some, decoding)
     return result
+
+
+def _draw(logits: Tensor, targets: Sequence[Target], decoding: Decoding) -> list[int]:
+    """A token by each row of logits [n, vocab], by the inverse of the distribution function. Sums over the vocabulary
+    are of blocks, added up on the host, as no device adds a running sum in the same order twice."""
+    weights = torch.softmax(logits.double() / decoding.temperature, dim=-1)
+    draws = [random.Random(f"{decoding.seed}:{sequence}:{position}").random() for _, sequence, position in targets]
+    shares, ids, most = torch.tensor(draws, dtype=torch.float64), None, None
+    if decoding.top_p < 1:
+        weights, ids = weights.sort(dim=-1, descending=True, stable=True)
+        most, kept = _passing(weights, torch.full_like(shares, decoding.top_p), over=False)
+        shares = shares * kept
+    places, _ = _passing(weights, shares, over=True)
+    if ids is None or most is None:
+        return [int(place) for place in places.tolist()]
+    chosen = ids.gather(1, torch.minimum(places, most)[:, None].to(ids.device))
+    return [int(token) for token in chosen[:, 0].tolist()]
+
+
+def _passing(weights: Tensor, limits: Tensor, *, over: bool) -> tuple[Tensor, Tensor]:
+    """Where the running sum of each row of `weights` float64 [n, vocab], none below 0, first is `over` a limit [n], or
+    at it, and that sum there; int64 and float64 [n], on the host. It is never beyond the last weight above 0."""
+    n, width = len(limits), math.isqrt(weights.shape[1] - 1) + 1
+    blocks = torch.nn.functional.pad(weights, (0, -weights.shape[1] % width)).view(n, -1, width)
+    sums = blocks.sum(dim=-1).cpu().cumsum(dim=-1)
+    limits = torch.minimum(limits, torch.nextafter(sums[:, -1], torch.zeros(n, dtype=sums.dtype)))[:, None]
+    block = torch.searchsorted(sums, limits, right=over)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks[torch.arange(n, device=weights.device), block[:, 0].to(weights.device)].cpu()
+    running = before + inside.cumsum(dim=-1)
+    last = torch.where(inside > 0, torch.arange(width), 0).amax(dim=-1, keepdim=True)
+    place = torch.minimum(torch.searchsorted(running, limits, right=over), last)
+    return (block * width + place)[:, 0], running.gather(1, place)[:, 0]

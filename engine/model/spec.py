@@ -190,6 +190,12 @@ class ModelSpec:
         """Some layer carries state from token to token outside attention."""
         return self.whole_documents or any(self.states)
 
+    @property
+    def shares_beginnings(self) -> bool:
+        """Sequences that begin alike may have keys and values of it in common: these are kept, and stay as they are
+        whatever is written behind them."""
+        return not self.recurrent and not self.length_dependent_rotary
+
     def state_of(self, layer: int) -> RecurrentState | None:
         return self.states[layer] if self.states else None
 

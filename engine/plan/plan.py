@@ -423,7 +423,7 @@ class SampleRegions:
     """Bytes on the compute device of a layer's keys and values: one for each layer where they stay, else a few for
     all."""
     logits: int
-    """Bytes on the compute device, and as many in RAM: float32 [sequences, vocabulary]."""
+    """Bytes on the compute device: float32 [sequences, vocabulary]."""
     cached: dict[int, int]
     """Block -> bytes in RAM of that layer's keys and values."""
 
@@ -433,7 +433,7 @@ class SampleRegions:
 
     @property
     def ram_bytes(self) -> int:
-        return sum(self.cached.values()) + self.logits
+        return sum(self.cached.values())
 
 
 def sample_regions(problem: PlanInput) -> SampleRegions:
@@ -441,12 +441,12 @@ def sample_regions(problem: PlanInput) -> SampleRegions:
     space = problem.samples
     if space is None:
         return SampleRegions([], [], 0, {})
-    tokens = sum(space.lengths)
-    sizes = {i: aligned(tokens * block.kv_bytes_per_token) for i, block in enumerate(problem.blocks) if block.attends}
+    attending = [i for i, block in enumerate(problem.blocks) if block.attends]
+    sizes = {i: aligned(space.rows * problem.blocks[i].kv_bytes_per_token) for i in attending}
     stages = [max(sizes.values(), default=0)] * min(SAMPLE_STAGES, len(sizes))
     if space.tier == "gpu":
         stages = list(sizes.values())
-    logits = aligned(len(space.lengths) * space.vocabulary * FP32)
+    logits = aligned(space.sequences * space.vocabulary * FP32)
     return SampleRegions(list(sizes), stages, logits, sizes if space.tier == "ram" else {})
 
 

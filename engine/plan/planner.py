@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import get_args
 
 from penstock.engine.plan.gpu import GpuPlacement, listing
 from penstock.engine.plan.plan import (
@@ -22,7 +24,16 @@ from penstock.engine.plan.plan import (
     graph_slot_bytes,
     sample_regions,
 )
-from penstock.engine.plan.problem import FP32, LAST_GOOD, BufferShape, PlanInput, PlanOptions, SampleTier, Tier
+from penstock.engine.plan.problem import (
+    FP32,
+    LAST_GOOD,
+    BufferShape,
+    PlanInput,
+    PlanOptions,
+    SampleSpace,
+    SampleTier,
+    Tier,
+)
 from penstock.engine.plan.saving import fitting, spread
 from penstock.storage.files.errors import BudgetError
 from penstock.storage.files.units import least_text
@@ -338,18 +349,24 @@ def state_exceeds_disk(problem: PlanInput) -> bool:
     return problem.nvme_budget is not None and need > problem.nvme_budget
 
 
-def sample_tiers(problem: PlanInput) -> list[SampleTier]:
-    """Where keys and values of samples may be cached, the best tier first. On the compute device nothing has to be
-    copied; of a run, which rarely writes samples, they take little of it."""
-    space = problem.samples
-    assert space is not None
+def sample_spaces(problem: PlanInput, space: SampleSpace) -> list[SampleSpace]:
+    """Where keys and values of samples may be cached, and of how many prompts at once, the best first: what moves
+    fewest bytes for one more token of all. A run that rarely writes samples gives them little of the compute device."""
     if not space.keeps:
-        return ["nowhere"]
+        return [replace(some, tier="nowhere") for some in space.some]
     if not problem.trains:
-        return ["gpu", "ram", "nowhere"]
-    there = sample_regions(replace(problem, samples=replace(space, tier="gpu"))).gpu_bytes
-    share = COMPLETIONS_SHARE if space.often else SAMPLES_SHARE
-    return ["gpu", "ram"] if there * share <= problem.gpu_budget else ["ram"]
+        return [replace(space, tier=tier) for tier in get_args(SampleTier)]
+    share = COMPLETIONS_SHARE if space.prompts else SAMPLES_SHARE
+    found: list[tuple[int, SampleSpace]] = []
+    weights = sum(buffer.nbytes for buffer in problem.buffers)
+    for some in space.some:
+        there = replace(some, tier="gpu")
+        regions = sample_regions(replace(problem, samples=there))
+        times = -(-space.prompts // some.prompts) if some.prompts else 1
+        if regions.gpu_bytes * share <= problem.gpu_budget:
+            found.append((times * weights, there))
+        found.append((times * (weights + sum(regions.stages)), replace(some, tier="ram")))
+    return [space for _, space in sorted(found, key=itemgetter(0))]
 
 
 def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
@@ -357,9 +374,9 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
     a budget cannot hold one block's working set."""
     if problem.samples is not None and problem.samples.tier is None:
         refusals: list[BudgetError] = []
-        for tier in sample_tiers(problem):
+        for space in sample_spaces(problem, problem.samples):
             try:
-                return make_plan(replace(problem, samples=replace(problem.samples, tier=tier)), choice)
+                return make_plan(replace(problem, samples=space), choice)
             except BudgetError as error:
                 refusals.append(error)
         raise min((e for e in refusals if e.tier == refusals[-1].tier), key=lambda error: error.need_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -184,18 +185,47 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSpace:
-    """What sequences that are continued need memory for: the samples of a run, or texts of a model that is queried."""
+    """What sequences that are continued need memory for: the samples of a run or texts of a model that is queried, and
+    the completions that a run is trained on, which use the same memory at other times."""
 
-    lengths: tuple[int, ...]
-    """Tokens that each prompt comes to, with what is written behind it."""
+    lengths: tuple[int, ...] = ()
+    """Tokens that each sample or text comes to, with what is written behind it."""
+    prompts: int = 0
+    """With completions that are sampled side by side: all of a generation's, or as many as there is room for."""
+    copies: int = 1
+    """Completions of a prompt."""
+    prompt_tokens: int = 0
+    """Of the longest prompt."""
+    new_tokens: int = 0
+    """Of a completion, at most."""
+    shared: bool = False
+    """Whether the completions of a prompt have its keys and values in common."""
     keeps: bool
     """Keys and values may be cached; else every new token computes its sequence again."""
     vocabulary: int
     """Logits behind a token."""
-    often: bool = False
-    """Whether what is sampled is trained on, so that sampling takes as much time as training, or more."""
     tier: SampleTier | None = None
     """Where they are cached; None: the planner has not chosen yet."""
+
+    @property
+    def rows(self) -> int:
+        """Of keys and values in each layer."""
+        return max(sum(self.lengths), self.prompts * self.rows_of_prompt(self.new_tokens))
+
+    def rows_of_prompt(self, new_tokens: int) -> int:
+        """With so many tokens of each of its completions."""
+        return self.prompt_tokens * (1 if self.shared else self.copies) + self.copies * new_tokens
+
+    @property
+    def sequences(self) -> int:
+        return max(len(self.lengths), self.prompts * self.copies)
+
+    @property
+    def some(self) -> Iterator[SampleSpace]:
+        """All prompts at once, or fewer and fewer, at last one."""
+        yield self
+        if self.prompts > 1:
+            yield from replace(self, prompts=-(-self.prompts // 2)).some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,6 +368,11 @@ class PlanInput:
     def continues_only(self) -> bool:
         """Whether all passes are those of samples, which have memory of their own for keys and values."""
         return not self.trains and self.samples is not None
+
+    @property
+    def sequences(self) -> int:
+        """That are continued side by side, at most."""
+        return 0 if self.samples is None else self.samples.sequences
 
     @property
     def beside_bytes(self) -> int:

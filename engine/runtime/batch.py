@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.generate.decode import Row
+from penstock.engine.generate.decode import Choose, Row
+from penstock.engine.generate.places import Place
 from penstock.engine.model.images import Images
 from penstock.engine.model.tokens import ChunkTokens, MicroBatch, targets, total_weight
 from penstock.engine.objectives.sequences import Found
@@ -87,7 +88,8 @@ class StepData(Batch):
 
 @dataclass(slots=True)
 class SampleChunk:
-    """Rows laid end to end; int64 tensors on the compute device: `ids` and `positions` [n], `last`, `sequences` [w]."""
+    """Rows laid end to end; int64 tensors on the compute device: `ids`, `positions` and `written` [n], `last` and
+    `sequences` [w], `single` [5, s]."""
 
     chunk: Chunk
     """From 0 to n, in the place of one of the plan's chunks."""
@@ -98,6 +100,10 @@ class SampleChunk:
     """Places of the tokens behind which logits are wanted."""
     sequences: Tensor
     """Whose they are."""
+    written: Tensor
+    """Rows where keys and values go."""
+    single: Tensor
+    """Of rows of one token: its place in the chunk, its position, and Place of the sequence."""
 
 
 @dataclass(slots=True)
@@ -106,12 +112,16 @@ class SampleData:
 
     chunks: dict[int, SampleChunk]
     """By the plan's chunks whose places they have."""
-    read: dict[int, int]
-    """Sequence -> its tokens of which keys and values are kept."""
+    read: Sequence[tuple[int, int]]
+    """Ranges of the rows of keys and values that are kept."""
     longest: dict[int, int]
     """Sequence -> its highest position in the pass."""
+    choose: Choose | None
+    """What chooses the next tokens by the logits; None: a further pass reads the rest."""
+    chosen: list[int] = field(default_factory=list)
 
 
+_SINGLE = 2 + len(Place._fields)
 _TENSORS = len(fields(ChunkTokens))
 assert _TENSORS * 8 == BYTES_PER_TOKEN, "the plan counts other bytes per token"
 COMPILED_MULTIPLE = 128
@@ -123,8 +133,10 @@ class BatchCarrier:
     """Brings fetched batches to the compute device: on CUDA in one copy per step, through one pinned buffer and a
     stream of its own, for which the caller waits, and no lane. A step's device memory is freed with its last tensor."""
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, *, compiled: bool = False) -> None:
-        """`chunks`: the plan's."""
+    def __init__(
+        self, chunks: Sequence[Chunk], device: torch.device, *, compiled: bool = False, sequences: int = 0
+    ) -> None:
+        """`chunks`: the plan's; `sequences`: of samples, at most."""
         self._chunks, self._device, self._multiple = chunks, device, 1
         """The last chunk of a stream is rounded up to a multiple of so many tokens."""
         if compiled:
@@ -133,7 +145,9 @@ class BatchCarrier:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             # Room for the most that a step can have, whatever its tokens are: equal sizes leave no holes behind.
-            self._numel = sum(chunk.end - chunk.start for chunk in chunks) * _TENSORS
+            # A token of samples has five numbers in other tensors, one alone in its row more.
+            more = max(0, 5 + _SINGLE - _TENSORS) * sequences
+            self._numel = sum(chunk.end - chunk.start for chunk in chunks) * _TENSORS + more
             self._pinned = pinned_empty(self._numel, torch.int64)
 
     def step(
@@ -145,8 +159,15 @@ class BatchCarrier:
         """Of as many micro-batches as a step has, or fewer."""
         return EvaluationData(**self._batch(micro_batches), without_adapter=without_adapter)
 
-    def samples(self, pieces: Sequence[Sequence[Row]], read: dict[int, int]) -> SampleData:
-        """A pass over rows of samples, `pieces[i]` of them in the place of chunk i, which has room for their tokens."""
+    def samples(
+        self,
+        pieces: Sequence[Sequence[Row]],
+        places: Sequence[Place],
+        read: Sequence[tuple[int, int]],
+        choose: Choose | None = None,
+    ) -> SampleData:
+        """A pass over rows of samples, `pieces[i]` of them in the place of chunk i, which has room for their tokens.
+        `places`: of each sequence; `read`: rows of keys and values that are kept."""
         result: list[SampleChunk] = []
         tensors: list[Tensor] = []
         for chunk, rows in zip(self._chunks, pieces, strict=False):
@@ -157,18 +178,21 @@ class BatchCarrier:
                 [position for row in rows for position in range(row.start, row.end)],
                 [end - 1 for end, row in zip(ends, rows, strict=True) if row.wanted],
                 [row.sequence for row in rows if row.wanted],
+                [at for row in rows for kept in places[row.sequence].ranges(row.start, row.end) for at in range(*kept)],
             )
             own = [torch.tensor(values, dtype=torch.int64) for values in lists]
+            pairs = zip(ends, rows, strict=True)
+            singles = [(end - 1, row.start, *places[row.sequence]) for end, row in pairs if len(row.ids) == 1]
+            own.append(torch.tensor(singles, dtype=torch.int64).view(-1, _SINGLE).t().contiguous())
             result.append(SampleChunk(replace(chunk, start=0, end=ends[-1]), list(rows), *own))
             tensors += own
         if self._device.type == "cuda":
-            there = self._to_device(tensors)
-            for of_chunk, first in zip(result, range(0, len(there), 4), strict=True):
-                of_chunk.ids, of_chunk.positions, of_chunk.last, of_chunk.sequences = there[first : first + 4]
+            there = iter(self._to_device(tensors))
+            result = [SampleChunk(one.chunk, one.rows, *itertools.islice(there, len(own))) for one in result]
         longest: dict[int, int] = {}
         for row in itertools.chain.from_iterable(pieces):
             longest[row.sequence] = max(longest.get(row.sequence, 0), row.end - 1)
-        return SampleData({one.chunk.index: one for one in result}, read, longest)
+        return SampleData({one.chunk.index: one for one in result}, read, longest, choose)
 
     def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
         cut = filled_chunks(self._chunks, [m.filled for m in micro_batches], self._multiple)
@@ -200,9 +224,10 @@ class BatchCarrier:
         """int64 tensors of the host on CUDA, in one copy."""
         sizes = [tensor.numel() for tensor in tensors]
         used = sum(sizes)
-        torch.cat(tensors, out=self._pinned[:used])
+        torch.cat([tensor.flatten() for tensor in tensors], out=self._pinned[:used])
         with torch.cuda.stream(self._stream):
             flat = torch.empty(self._numel, dtype=torch.int64, device=self._device)
             flat[:used].copy_(self._pinned[:used], non_blocking=True)
         self._stream.synchronize()
-        return list(flat[:used].split(sizes))
+        parts = flat[:used].split(sizes)
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

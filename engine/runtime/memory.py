@@ -96,8 +96,6 @@ class RamMemory:
     """One part of any kind, uint8."""
     sample_kv: dict[int, Tensor] = field(default_factory=dict)
     """block -> keys and values of the samples, uint8."""
-    sample_logits: Tensor | None = None
-    """As on the compute device."""
     activation_stages: list[Tensor] = field(default_factory=list)
     """One saved activation on its way to or from NVMe, uint8."""
 
@@ -146,7 +144,7 @@ def allocate_gpu(plan: Plan, device: torch.device, weights: dict[str, Tensor] | 
         slots[graph.gpu] = [graph_slot_bytes(problem, tokens)] * graph.slots
     gpu.slots = {space: [gpu.arena.slot(nbytes) for nbytes in each] for space, each in slots.items()}
     if problem.samples is not None:
-        regions, of_logits = sample_regions(problem), (len(problem.samples.lengths), problem.samples.vocabulary)
+        regions, of_logits = sample_regions(problem), (problem.samples.sequences, problem.samples.vocabulary)
         gpu.sample_stages = [gpu.arena.slot(nbytes) for nbytes in regions.stages]
         gpu.sample_logits = typed(of_logits[0] * of_logits[1], torch.float32).view(of_logits)
     return gpu
@@ -194,8 +192,6 @@ def allocate_ram(plan: Plan) -> RamMemory:
         stage = {kind: typed(f"stage.{i}.{kind}", part, torch.float32) for kind in problem.state_kinds}
         ram.state_stages.append(stage | {"gradient": typed(f"stage.{i}.gradient", part, gradient_dtype)})
     ram.part_stages = [ram.arena.slot(f"part.{i}", plan.problem.part_stage_bytes) for i in range(plan.part_stages)]
-    if problem.samples is not None:
-        cached, of_logits = sample_regions(problem).cached, (len(problem.samples.lengths), problem.samples.vocabulary)
-        ram.sample_kv = {block: ram.arena.slot(f"sample_kv.{block}", nbytes) for block, nbytes in cached.items()}
-        ram.sample_logits = typed("sample_logits", of_logits[0] * of_logits[1], torch.float32).view(of_logits)
+    cached = sample_regions(problem).cached.items()
+    ram.sample_kv = {block: ram.arena.slot(f"sample_kv.{block}", nbytes) for block, nbytes in cached}
     return ram

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.runner import ModelRunner
@@ -104,13 +103,10 @@ class Runtime:
         self._views.samples[self._samples_passes] = data
         return self._samples_passes
 
-    def end_samples(self, batch: int) -> Tensor:
-        """The logits, float32 [sequences, vocabulary] in host memory, once all ops of the pass are done; forgets its
-        tokens. Those that were not wanted are of passes before; the next pass writes there."""
-        del self._views.samples[batch]
-        logits = self._views.ram.sample_logits
-        assert logits is not None
-        return logits
+    def end_samples(self, batch: int) -> list[int]:
+        """The tokens that were chosen, once all ops of the pass are done; forgets those of the pass."""
+        self.sample_ops.forget()
+        return self._views.samples.pop(batch).chosen
 
     def data(self, step: int) -> StepData:
         """What `begin` was given, with the results filled in once the step's "clip" is done."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.engine.attention.chunk import Handler
-from penstock.engine.clock import wait_for_copies
-from penstock.engine.generate.attend import KeysValues, rows_handler
-from penstock.engine.generate.decode import Row
+from penstock.engine.generate.attend import KeysValues, NewTokens, rows_handler
+from penstock.engine.generate.places import Place
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment
 from penstock.engine.runtime.batch import SampleChunk
@@ -21,56 +21,73 @@ from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
 
 
+class _Inputs(NamedTuple):
+    """What the layers compute a chunk from."""
+
+    layers: LayerInputs
+    segments: list[Segment]
+    """Row by row where some carry a state."""
+    new: NewTokens
+
+
+_LEAST_KEYS = 4096
+"""Keys of single queries that are in float32 at once where chunks have fewer tokens."""
+
+
 class SampleOps:
     def __init__(self, views: Views, logits_bytes: int) -> None:
         self._views, self._runner, self._logits_bytes = views, views.runner, logits_bytes
         space = views.plan.problem.samples
-        self._tokens = 0 if space is None else sum(space.lengths)
-        self._ranges: list[tuple[int, int]] = []
-        self._cached: dict[tuple[str, int], list[KeysValues]] = {}
-        """(block, stage) -> keys and values there by sequence."""
-        self.cut(space.lengths if space else ())
-        self._inputs: tuple[tuple[int, int], LayerInputs, list[Segment]] | None = None
-        """((pass, chunk), arguments of the layers, row by row where some carry a state) of the chunk computed last."""
+        self._num_rows, self._num_sequences = 0 if space is None else space.rows, views.plan.problem.sequences
+        self._keys_at_once = max(_LEAST_KEYS, views.plan.max_chunk_tokens)
+        self._places: Sequence[Place] = ()
+        self._cached: dict[tuple[str, int], KeysValues] = {}
+        """(block, stage) -> keys and values there."""
+        self._inputs: tuple[tuple[int, int], _Inputs] | None = None
+        """((pass, chunk), its inputs) of the chunk computed last."""
         self._behind: list[Tensor] | None = None
         """The recurrent state of the layer that was computed last behind its last row."""
 
-    def cut(self, lengths: Sequence[int]) -> None:
-        """Sequences of so many tokens from now on, which are no more than the plan has, nor are their tokens."""
-        assert sum(lengths) <= self._tokens
-        self._ranges = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
-        """Per sequence the first and the end of its places among all tokens."""
-        self._cached.clear()
+    def lay_out(self, places: Sequence[Place]) -> None:
+        """Sequences with these places from now on; the plan has room for as many, and for their rows."""
+        assert len(places) <= self._num_sequences
+        assert all(max(place.first + place.shared, place.own) <= self._num_rows for place in places)
+        self._places = places
+
+    def forget(self) -> None:
+        """Let go of the tokens of a pass that is over."""
+        self._inputs = None
 
     # ------------------------------------------------------------------ operands
 
     def _chunk(self, op: Op) -> SampleChunk:
         return self._views.samples[op.batch].chunks[op.index]
 
-    def _layer_inputs(self, op: Op) -> tuple[LayerInputs, list[Segment]]:
+    def _inputs_of(self, op: Op) -> _Inputs:
         key = (op.batch, op.index)
         if self._inputs is None or self._inputs[0] != key:
             self._inputs = None
             chunk, longest = self._chunk(op), self._views.samples[op.batch].longest
             lasts = torch.tensor([longest[row.sequence] for row in chunk.rows for _ in row.ids])
-            segments = []
+            segments: list[Segment] = []
             if any(self._runner.spec.states):
                 # As documents of a stream, of which the first may have begun before.
                 starts = [0, *itertools.accumulate(len(row.ids) for row in chunk.rows[:-1])]
                 documents = [start for start, row in zip(starts, chunk.rows, strict=True) if not row.start]
                 segments = self._runner.segments(chunk.positions, lasts, 0, documents)
-            self._inputs = key, self._runner.inputs(chunk.positions, lasts), segments
-        return self._inputs[1:]
+            places = [self._places[row.sequence] for row in chunk.rows]
+            new = NewTokens(chunk.rows, places, chunk.written, chunk.single, self._keys_at_once)
+            self._inputs = key, _Inputs(self._runner.inputs(chunk.positions, lasts), segments, new)
+        return self._inputs[1]
 
-    def _keys_values(self, op: Op, raw: Tensor) -> list[KeysValues]:
-        """Of the op's layer, by sequence, in `raw`."""
+    def _keys_values(self, op: Op, raw: Tensor) -> KeysValues:
+        """Of the op's layer in `raw`."""
         shape = self._runner.spec.attention[self._views.layer(op)]
         assert shape is not None
-        k, v = keys_and_values(raw, self._tokens, shape, self._views.dtype)
-        return [KeysValues(k[first:end], v[first:end]) for first, end in self._ranges]
+        return KeysValues(*keys_and_values(raw, self._num_rows, shape, self._views.dtype))
 
-    def _staged(self, op: Op) -> list[KeysValues]:
-        """Keys and values of the op's layer on the compute device, by sequence."""
+    def _staged(self, op: Op) -> KeysValues:
+        """Keys and values of the op's layer on the compute device."""
         stage = op.slots[a.SAMPLE_KV]
         if (op.block, stage) not in self._cached:
             self._cached[op.block, stage] = self._keys_values(op, self._views.gpu.sample_stages[stage])
@@ -87,25 +104,24 @@ class SampleOps:
     @handles(a.LAYER_GENERATE)
     def _layer(self, op: Op) -> None:
         views, chunk, layer = self._views, self._chunk(op), self._views.layer(op)
-        shape, (inputs, segments) = self._runner.spec.attention[layer], self._layer_inputs(op)
-        staged = [] if shape is None else self._staged(op)
+        shape, (inputs, segments, new) = self._runner.spec.attention[layer], self._inputs_of(op)
 
-        def attend(rows: Sequence[Row]) -> Handler | None:
-            return None if shape is None else rows_handler(rows, [staged[row.sequence] for row in rows], shape.chunk)
+        def attend(tokens: NewTokens) -> Handler | None:
+            return None if shape is None else rows_handler(tokens, self._staged(op), shape.chunk)
 
         if self._runner.layers.balance is not None:
             self._runner.layers.balance.watch(chunk.chunk.end, counting=False)
         x = views.hidden(op.slots[a.X], chunk.chunk)
         if self._runner.spec.state_of(layer) is None:
-            y = self._runner.layers.forward_by(layer, views.weights(op), x, inputs, attend(chunk.rows))
+            y = self._runner.layers.forward_by(layer, views.weights(op), x, inputs, attend(new))
         else:
-            of_segment = dict(zip((segment.start for segment in segments), chunk.rows, strict=True))
+            number = {segment.start: number for number, segment in enumerate(segments)}
             y, self._behind = self._runner.layers.forward_segments(
                 layer,
                 views.weights(op),
                 x,
                 segments,
-                lambda segment, backward: attend([of_segment[segment.start]]),
+                lambda segment, backward: attend(new.alone(number[segment.start])),
                 self._behind,
             )
         views.hidden(op.slots[a.OUT], chunk.chunk).copy_(y)
@@ -123,32 +139,31 @@ class SampleOps:
         for rows, sequences in zip(chunk.last.split(most), chunk.sequences.split(most), strict=True):
             logits.index_copy_(0, sequences, self._runner.logits(weights, x.index_select(0, rows)).float())
 
-    # ------------------------------------------------------------------ copies
+    @handles(a.CHOOSE)
+    def _choose(self, op: Op) -> None:
+        data, logits = self._views.samples[op.batch], self._views.gpu.sample_logits
+        assert logits is not None
+        if data.choose is not None:
+            data.chosen = data.choose(logits, self._logits_bytes)
 
-    @handles(a.TAKE_LOGITS)
-    def _take(self, op: Op) -> None:
-        here, there = self._views.ram.sample_logits, self._views.gpu.sample_logits
-        assert here is not None
-        assert there is not None
-        self._views.ram.arena.copy(here, there)
-        wait_for_copies(self._views.device)
+    # ------------------------------------------------------------------ copies
 
     @handles(a.LOAD_SAMPLE_KV)
     def _load(self, op: Op) -> None:
         here, there = self._both_ends(op)
-        for sequence, tokens in self._views.samples[op.batch].read.items():
-            for target, source in zip(here[sequence], there[sequence], strict=True):
-                self._views.ram.arena.copy(target[:tokens], source[:tokens])
+        for first, end in self._views.samples[op.batch].read:
+            for target, source in zip(here, there, strict=True):
+                self._views.ram.arena.copy(target[first:end], source[first:end])
 
     @handles(a.STORE_SAMPLE_KV)
     def _store(self, op: Op) -> None:
         here, there = self._both_ends(op)
         for row in itertools.chain.from_iterable(each.rows for each in self._views.samples[op.batch].chunks.values()):
-            new = slice(row.start, row.end)
-            for target, source in zip(there[row.sequence], here[row.sequence], strict=True):
-                self._views.ram.arena.copy(target[new], source[new])
+            for first, end in self._places[row.sequence].ranges(row.start, row.end):
+                for target, source in zip(there, here, strict=True):
+                    self._views.ram.arena.copy(target[first:end], source[first:end])
 
-    def _both_ends(self, op: Op) -> tuple[list[KeysValues], list[KeysValues]]:
-        """(on the compute device, in RAM): keys and values of the op's layer by sequence."""
+    def _both_ends(self, op: Op) -> tuple[KeysValues, KeysValues]:
+        """(on the compute device, in RAM): keys and values of the op's layer."""
         region = self._views.ram.sample_kv[self._views.block_index(op.block)]
         return self._staged(op), self._keys_values(op, region)

@@ -26,8 +26,8 @@ SLOT = "slot"
 STAGE, WEIGHTS_STAGE = "stage", "weights"
 SAMPLE_KV = "sample_kv"
 """Stage of a layer's keys and values of the samples."""
-READ_TOKENS = "read_tokens"
-"""Tokens of which an op finds keys and values in that stage."""
+SEEN_TOKENS = "seen_tokens"
+"""Earlier tokens that the op's queries see there."""
 KEYS = "keys"
 """Chunk whose keys and values a streamed op attends to."""
 PIECES = "pieces"
@@ -498,13 +498,13 @@ EVALUATE = _action(
     reads=(r.GPU_EVALUATIONS,),
     writes=(r.RAM_EVALUATION,),
 )
-TAKE_LOGITS = _action(
-    "take_logits",
-    "optimizer",
+CHOOSE = _action(
+    "choose",
+    "compute",
     Cost.REPORT,
-    "takes what may follow the samples",
+    "chooses the tokens that follow",
     reads=(r.GPU_LOGITS,),
-    writes=(r.RAM_LOGITS,),
+    writes=(r.RAM_CHOSEN,),
     phase="generate",
 )
 COMMIT = _action("commit", "nvme_write", Cost.COMMIT, "commits a generation", writes=(r.GENERATION,))

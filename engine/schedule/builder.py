@@ -177,7 +177,9 @@ class ScheduleBuilder:
     def _begin(self, group: Group) -> None:
         self._state.begin()
         self._activations.begin(group.chunks, self._pass.documents)
-        self._samples.begin(self._pass.read_tokens, sum(chunk.end - chunk.start for chunk in group.chunks))
+        self._samples.begin(
+            self._pass.read_tokens, self._pass.seen_tokens, sum(chunk.end - chunk.start for chunk in group.chunks)
+        )
 
     def _prepare(self, visits: list[Task], visit: int, commit: bool, turns: int) -> list[Load]:
         """Update, where this step has not yet, the block of `visit`, ahead of its first op. Returns what fetches its

@@ -45,6 +45,8 @@ class Pass:
     document."""
     read_tokens: int = 0
     """Of samples: how many of each layer's keys and values are there already."""
+    seen_tokens: int = 0
+    """How many of them queries see, those that several sequences have in common once for each."""
 
     @property
     def trains(self) -> bool:
@@ -100,18 +102,26 @@ def evaluation(
 
 
 def sampling(
-    plan: Plan, step: int, batch: int, *, chunks: Sequence[Chunk], wanted: Sequence[int], read_tokens: int
+    plan: Plan,
+    step: int,
+    batch: int,
+    *,
+    chunks: Sequence[Chunk],
+    wanted: Sequence[int],
+    read_tokens: int,
+    seen_tokens: int = 0,
 ) -> Pass:
-    """The logits behind tokens of samples as of the end of step `step`.
+    """The tokens behind those of samples as of the end of step `step`.
 
     `chunks`: new tokens of all sequences, in the memory of as many chunks of a group, none longer than its own;
-    `wanted`: indices of those with a token behind which the logits are wanted, at least one; `read_tokens`: how many
-    the passes before have kept keys and values of. `batch` is below 0 and no other's.
+    `wanted`: indices of those with a token behind which one is wanted, at least one; `read_tokens`: how many the passes
+    before have kept keys and values of; `seen_tokens`: as many of them as queries see, each for itself. `batch` is
+    below 0 and no other's.
     """
     assert batch < 0
     ends = [chunk for chunk in chunks[::-1] if chunk.index in wanted]
     group = _forward_only(plan, "generate", list(chunks), ends)
-    return Pass(step=step, batch=batch, groups=[group], ends=a.TAKE_LOGITS, read_tokens=read_tokens)
+    return Pass(step=step, batch=batch, groups=[group], ends=a.CHOOSE, read_tokens=read_tokens, seen_tokens=seen_tokens)
 
 
 def _forward_only(plan: Plan, mode: Mode, chunks: list[Chunk], of_last: list[Chunk]) -> Group:

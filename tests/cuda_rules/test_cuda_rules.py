@@ -38,7 +38,7 @@ ACTIVATIONS = {"load_x", "store_x", "load_dy", "store_dy", "load_saved", "store_
 STATE = {"load_weights", "store_gradient", "update"}
 SPILLS = {"spill_x", "peek_x", "discard_x"}
 EVALUATED = {"embed_evaluate", "layer_evaluate", "head_evaluate", "evaluate"}
-SAMPLES = {"embed_generate", "layer_generate", "head_generate", "take_logits", "load_sample_kv", "store_sample_kv"}
+SAMPLES = {"embed_generate", "layer_generate", "head_generate", "choose", "load_sample_kv", "store_sample_kv"}
 KV = {"load_dkv", "store_dkv", "spill_kv", "unspill_kv", "spill_saved", "unspill_saved"}
 PARTS = {"load_weights", "store_gradient_part", "write_gradient", "read_state", "write_state", "layer_recompute"}
 

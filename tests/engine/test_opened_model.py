@@ -19,7 +19,7 @@ from penstock.app.sampling.sample import opened
 from penstock.engine.config import BudgetConfig, parse_bytes
 from penstock.engine.export import export
 from penstock.engine.forecast.query import Estimate, Query
-from penstock.engine.generate.decode import Continuation, Decoding, Row, choose, decode
+from penstock.engine.generate.decode import Choose, Continuation, Decoding, Row, Target, choose, decode
 from penstock.engine.machine.budgets import machine_budgets
 from penstock.engine.machine.presets import find_machine
 from penstock.engine.model.anatomy import take_apart
@@ -159,9 +159,9 @@ def test_a_prompt_that_begins_as_before_is_not_read_again(tmp_path: Path) -> Non
         forward = ours._forward
         call = type(forward).__call__
 
-        def counted(self: Any, rows: list[Row]) -> torch.Tensor:
+        def counted(self: Any, rows: list[Row], choose: Choose) -> list[int]:
             read.append(sum(len(row.ids) for row in rows))
-            return call(self, rows)
+            return call(self, rows, choose)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(forward), "__call__", counted)
@@ -230,19 +230,25 @@ def test_draws_depend_on_seed_sequence_and_position_alone() -> None:
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(0))
     settings = Decoding(new_tokens=30, temperature=1.0, seed=3)
 
-    def forward(rows: Any) -> torch.Tensor:
-        return torch.stack([logits[row.sequence % 2] for row in rows])
+    def forward(rows: Any, choose: Choose) -> list[int]:
+        return choose(logits, 1)
 
     both = decode(forward, [[1], [2, 3]], settings)
     alone = decode(forward, [[2, 3]], settings, first=1)
-    assert decode(lambda rows: logits[1:], [[2, 3]], settings, first=1) == both[1:] != alone
+    assert decode(lambda rows, choose: choose(logits[1:], 1), [[2, 3]], settings, first=1) == both[1:] != alone
     assert both != decode(forward, [[1], [2, 3]], Decoding(new_tokens=30, temperature=1.0, seed=4))
     # As often as probable, and never beyond what `top_p` leaves.
-    few = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    places = [(0, position) for position in range(4000)]
-    drawn = choose(few.expand(4000, -1), places, Decoding(temperature=1.0, top_p=0.79))
-    assert set(drawn) == {0, 1}
-    assert drawn.count(0) / 4000 == pytest.approx(0.5 / 0.8, abs=0.03)
+    few = torch.tensor([[0.2, 0.5, 0.0, 0.3, 0.0]]).log()
+    places = [Target(0, 0, position) for position in range(4000)]
+    drawn = choose(few, 10**5, targets=places, decoding=Decoding(temperature=1.0, top_p=0.79))
+    assert set(drawn) == {1, 3}
+    assert drawn.count(1) / 4000 == pytest.approx(0.5 / 0.8, abs=0.03)
+    drawn = choose(few, 10**5, targets=places, decoding=Decoding(temperature=1.0))
+    assert set(drawn) == {0, 1, 3}
+    assert drawn.count(0) / 4000 == pytest.approx(0.2, abs=0.03)
+    # Copies of a prompt are other draws by the logits of one.
+    copies = decode(forward, [[1]], settings, copies=2)
+    assert copies[0] == both[0] != copies[1]
 
 
 @pytest.mark.parametrize("method", cases(["lora", "dora"], "lora"))

@@ -107,13 +107,13 @@ def test_what_was_sampled_and_rewarded_is_not_done_again(tmp_path: Path, monkeyp
     assert found is not None
     assert found.completions
     assert not found.advantages
-    decodes: list[int] = []
-    decode = rollouts.decode
-    monkeypatch.setattr(rollouts, "decode", lambda *args, **named: (decodes.append(1), decode(*args, **named))[1])
+    times: list[int] = []
+    sampled = rollouts._sampled
+    monkeypatch.setattr(rollouts, "_sampled", lambda *args: (times.append(1), sampled(*args))[1])
     (folder.with_suffix(".py")).write_text(REWARD)
     observer, straight = tiny.Silent(), tiny.Silent()
     run(folder, observer, resume=True)
-    assert len(decodes) == 1, "the second generation is there; the third is sampled"
+    assert len(times) == 1, "the second generation is there; the third is sampled"
     run(tmp_path / "straight", straight)
     assert [m.loss for m in observer.metrics] == [m.loss for m in straight.metrics[2:]]
 

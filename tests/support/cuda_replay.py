@@ -29,6 +29,7 @@ from penstock.engine.branches.base import Sent
 from penstock.engine.config import SamplesConfig, TrainConfig
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.generate.decode import Row
+from penstock.engine.generate.places import distinct, lay_out
 from penstock.engine.hf.config import model_config
 from penstock.engine.machine.device import compute_dtype
 from penstock.engine.model.anatomy import model_spec
@@ -184,6 +185,9 @@ class Arithmetic:
         count = tokens.labels.numel()
         return self._cuda.scratch(count, dtype=torch.float64), self._cuda.scratch(count, dtype=torch.bool)
 
+    def read(self, logits: Tensor) -> None:
+        self._cuda.use(logits, write=False)
+
     def logits(self, weights: Tensors, x: Tensor) -> Tensor:
         self._cuda.use(*weights.values(), x, write=False)
         return self._cuda.scratch(x.shape[0], self.spec.vocab_size, dtype=self.dtype)
@@ -192,11 +196,13 @@ class Arithmetic:
 
     def forward_by(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Any) -> Tensor:
         self._read(weights, inputs, x)
-        places, kept = handler
-        for place, mine in zip(places, kept, strict=True):
-            for tensor in mine:
-                self._cuda.use(tensor[place.start : place.end], write=True)
-                self._cuda.use(tensor[: place.end], write=False)
+        new, kept = handler
+        for row, place in zip(new.rows, new.places, strict=True):
+            for tensor in kept:
+                for first, end in place.ranges(row.start, row.end):
+                    self._cuda.use(tensor[first:end], write=True)
+                for first, end in place.ranges(0, row.end):
+                    self._cuda.use(tensor[first:end], write=False)
         return self._result(x.shape[0])
 
     def dequantise(self, flat: Tensor, words: Tensor) -> None:
@@ -465,7 +471,7 @@ class Replay:
         self.gpu: GpuMemory = allocate_gpu(self.plan, DEVICE)
         self.slot_bytes = cuda.live_bytes()
         self.ram: RamMemory = carve(cuda, self.plan)
-        self._carrier = BatchCarrier(self.plan.chunks, DEVICE)
+        self._carrier = BatchCarrier(self.plan.chunks, DEVICE, sequences=self.plan.problem.sequences)
         self.arithmetic = Arithmetic(cuda, shapes)
         work: tuple[Any, ...] = self.arithmetic, Updates(cuda), Files(cuda), self.gpu, self.ram
         rest = train, LOGITS_BYTES["cuda"], lambda step: None
@@ -510,17 +516,24 @@ class Replay:
         lengths = [length - NEW_TOKENS for length in self.plan.problem.samples.lengths]
         prompts = [Row(i, 0, range(length)) for i, length in enumerate(lengths)]
         tokens = [Row(i, length, [1]) for i, length in enumerate(lengths)]
-        for rows, read in ((prompts, {}), (tokens, dict(enumerate(lengths)))):
-            data = self._carrier.samples([rows], read)
+        places = lay_out(self.plan.problem.samples.lengths)
+        self.runtime.sample_ops.lay_out(places)
+        for rows, read in ((prompts, []), (tokens, distinct(places, enumerate(lengths)))):
+            data = self._carrier.samples([rows], places, read, self._choose)
             number = self.runtime.begin_samples(data)
             last: dict[str, int] = {}
-            cut: dict[str, Any] = {"chunks": [data.chunks[0].chunk], "wanted": [0], "read_tokens": sum(read.values())}
+            counts = {"read_tokens": sum(end - first for first, end in read), "seen_tokens": 0}
+            cut: dict[str, Any] = {"chunks": [data.chunks[0].chunk], "wanted": [0], **counts}
             for ops in self.builder.stream(sampling(self.plan, step, number, **cut)):
                 self.perform(ops)
                 last |= {op.lane: op.id for op in ops}
-            for op in last.values():
+            for op in sorted(last.values()):
                 self.watch.wait(op)
             self.runtime.end_samples(number)
+
+    def _choose(self, logits: Tensor, nbytes: int) -> list[int]:
+        self.arithmetic.read(logits)
+        return []
 
     def finish(self) -> None:
         self.perform(self.builder.finish(commit=True))
@@ -563,7 +576,7 @@ def replay(case: Case, layers: int | None = None) -> Iterator[Replay]:
         replay = Replay(shapes, cuda, layers)
         compute = replay.arithmetic
         patch.setattr(Dequantiser, "fill", lambda _, flat, words, *layouts, **how: compute.dequantise(flat, words))
-        patch.setattr(sample_ops, "rows_handler", lambda places, kept, chunk: (places, kept))
+        patch.setattr(sample_ops, "rows_handler", lambda new, kept, chunk: (new, kept))
         patch.setattr(attention, "forward_handler", compute.handler)
         patch.setattr(attention, "attend", compute.attend)
         patch.setattr(attention, "merge_", compute.merge)

@@ -108,13 +108,6 @@ WAITS = [
         scenario="resident",
     ),
     Wait(
-        name="logits of samples are on the host",
-        file="engine/runtime/sample_ops.py",
-        code="wait_for_copies(self._views.device)",
-        orders="The next token is chosen from the logits of this pass.",
-        scenario="samples",
-    ),
-    Wait(
         name="a stage of the state's first read is free again",
         file="engine/runtime/state.py",
         code="wait_for_copies(self._device)  # the stage is another part's next",

@@ -115,7 +115,7 @@ def test_windows_of_steps_and_what_a_step_did_between_them() -> None:
     store.add([span("compute", 0, 1), clip(1, 2)])
     assert store.view.between_s(StepWindow(1, 0.0, 2.0)) == (0, "")
     store.add([span("compute", 2, 3, op="head_evaluate"), span("optimizer", 3, 3.5, op="evaluate"), clip(5, 6, 2)])
-    store.add([span("optimizer", 6.1, 6.2, op="take_logits"), span("optimizer", 6.3, 6.5, op="take_logits")])
+    store.add([span("optimizer", 6.1, 6.2, op="choose"), span("optimizer", 6.3, 6.5, op="choose")])
     store.add([span("compute", 6.6, 7, op="layer_forward"), clip(7, 8, 3)])
     between = [store.view.between_s(window) for window in store.view.steps]
     assert between == [(0, ""), (1.5, "validating"), (0.5, "writing samples")]
