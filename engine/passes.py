@@ -132,12 +132,12 @@ class Forward:
 
     def _unread(self, row: Row) -> Row:
         """What has to be read for a row: all of its sequence where its keys and values are not cached."""
-        ids = self.ids[row.sequence]
+        ids, whole = self.ids[row.sequence], not self._cached
         if not ids and row.start:  # a copy begins as the first one of its prompt, which has read it
             ids += self.ids[row.sequence - row.sequence % self._copies][: row.start]
+            whole = whole or not self._places[row.sequence].shared
         known = ids[: row.start]
         assert len(known) == row.start, "tokens that were never read"
-        whole = not self._cached
         if self._on.spec.length_dependent_rotary:
             table = self._on.runtime.runner.table(row.end)
             whole = whole or table != self._tables[row.sequence]

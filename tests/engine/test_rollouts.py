@@ -23,6 +23,7 @@ from penstock.engine.config import AdapterConfig, BudgetConfig, GrpoConfig
 from penstock.engine.data.completions import Generation
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.hf.config import model_config
+from penstock.engine.model.spec import ModelSpec
 from penstock.engine.rewards.rewards import Rewards
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
@@ -53,7 +54,7 @@ def run(folder: Path, observer: tiny.Silent, *, resume: bool = False, reward: st
         "model": tiny.model(vocab_size=None),
         "data": comparisons.data(comparisons.write(folder.with_suffix(".jsonl"), rows), sequence_length=40),
         "train": tiny.training(**train),
-        "budgets": BudgetConfig(gpu="least", ram="least"),
+        "budgets": changes.pop("budgets", BudgetConfig(gpu="least", ram="least")),
         "adapter": changes.pop("adapter", AdapterConfig()),
     }
     given["grpo"] = GrpoConfig(reward=[f"{folder.with_suffix('.py')}:letters"], **grpo | changes)
@@ -136,6 +137,24 @@ def test_a_reward_function_that_fails_is_named(tmp_path: Path, name: str) -> Non
     reward, message = FAILING[name]
     with pytest.raises(UserError, match=f"(?s)run.py:letters.*{message}|{message}.*run.py"):
         run(tmp_path / "run", tiny.Silent(), reward=reward, reward_timeout_s=0.5)
+
+
+def test_completions_are_the_same_wherever_their_prompts_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt at a time with keys and values in RAM, all prompts on the compute device; each completion by itself."""
+    spaces, made = list[Any](), list[list[list[int]]]()
+    roomy = BudgetConfig(gpu="64MiB", ram="64MiB")
+    for number, (shares, budgets) in enumerate([(True, None), (True, roomy), (False, roomy)]):
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelSpec, "shares_beginnings", shares)
+            observer = tiny.Silent()
+            run(tmp_path / f"{number}", observer, **({} if budgets is None else {"budgets": budgets}))
+        found = Generation.read(tmp_path / f"{number}" / "data" / "generations", 0)
+        assert found is not None
+        made.append(found.completions)
+        spaces.append(observer.plan["run"]["generations"]["at_once"])
+    assert made[0] == made[1] == made[2]
+    assert len({tuple(ids) for ids in made[0]}) > 4
+    assert spaces == [1, 2, 2]
 
 
 def test_the_reference_of_an_adapter_is_the_model_beside_it(tmp_path: Path) -> None:
