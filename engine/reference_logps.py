@@ -3,7 +3,8 @@ engine over all answers, once, before training.
 
 They are kept in the run's folder `reference` beside the corpus. While they are made, `passes.jsonl` has a line for each
 pass that is done, so that a run that was killed goes on behind the last one; in the end `logps.bin` has them all,
-float64 [documents, 2], and `logps.json` its checksum and what they are of.
+float64 [documents, 2], and `logps.json` its checksum and what they are of. A run that begins with what an earlier one
+has begun with takes a copy of its values (engine/shared_logps.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine import shared_logps
 from penstock.engine.config import Recipe
 from penstock.engine.data.loader import DataLoader
 from penstock.engine.data.packing import split_documents
@@ -44,8 +46,8 @@ _FIRST_PASS = 1 << 30
 
 
 def complete(session: Session, observer: Observer) -> bool:
-    """Give the session's batches the reference's log-probabilities, made now as far as they are not there; False: the
-    observer wants the run to stop before they are.
+    """Give the session's batches the reference's log-probabilities, those of an earlier run or made now as far as they
+    are not there; False: the observer wants the run to stop before they are.
 
     Raises UserError where they are damaged, or gone once training has begun.
     """
@@ -59,9 +61,17 @@ def complete(session: Session, observer: Observer) -> bool:
                 f"{folder}: the reference model's log-probabilities are gone, and the model has changed since; restore "
                 "the folder from a copy, or start a new run"
             )
-        values = _make(folder, session, observer)
-        if values is None:
-            return False
+        documents = _documents(session)
+        digest = shared_logps.digest_of(session, documents)
+        values = shared_logps.take(digest, session.loader.corpus.info.num_documents)
+        if values is not None:
+            observer.on_message("reference log-probabilities: taken from an earlier run of this model on these answers")
+            _write(folder, session, values)
+        else:
+            values = _make(folder, session, documents, observer)
+            if values is None:
+                return False
+            shared_logps.keep(digest, values)
     session.loader.reference = values
     if session.validation is not None:
         session.validation.set_reference(values)
@@ -91,7 +101,9 @@ def _read(folder: Path, session: Session) -> NDArray[np.float64] | None:
     return np.frombuffer(content, dtype="<f8").reshape(count, 2)
 
 
-def _make(folder: Path, session: Session, observer: Observer) -> NDArray[np.float64] | None:
+def _make(
+    folder: Path, session: Session, documents: Sequence[NDArray[np.int64]], observer: Observer
+) -> NDArray[np.float64] | None:
     """All of them, by passes that go on behind the last one on record; None where the run is to stop."""
     count = session.loader.corpus.info.num_documents
     header = _of_what(session) | {"plan": _shape(session.plan), "documents": count}
@@ -102,7 +114,7 @@ def _make(folder: Path, session: Session, observer: Observer) -> NDArray[np.floa
     with checklist.step("reference log-probabilities"), (folder / PASSES).open("a" if done else "w") as stream:
         if not done:
             _append(stream, header)
-        batches = itertools.islice(_batches(session), done, None)
+        batches = itertools.islice(_batches(session, documents), done, None)
         total = _num_passes(session)
         for number, data in enumerate(evaluations(session, batches, first=_FIRST_PASS), start=done + 1):
             found = _of_pass(session, data)
@@ -112,11 +124,17 @@ def _make(folder: Path, session: Session, observer: Observer) -> NDArray[np.floa
             checklist.progress(number / total, f"pass {number:,} of {total:,}")
             if observer.wanted() == "stop":
                 return None
+    _write(folder, session, values)
+    return values
+
+
+def _write(folder: Path, session: Session, values: NDArray[np.float64]) -> None:
+    """Make them the run's own, durably."""
     content = values.astype("<f8").tobytes()
+    make_folder(folder, folder.parent)
     atomic_write(folder / VALUES, content)
     atomic_write(folder / META, json.dumps(seal(_of_what(session) | {"crc": hex_crc(content)})) + "\n")
-    (folder / PASSES).unlink()
-    return values
+    (folder / PASSES).unlink(missing_ok=True)
 
 
 def _shape(plan: Plan) -> list[int]:
@@ -154,15 +172,19 @@ def _append(stream: Any, content: dict[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def _batches(session: Session) -> Iterator[Sequence[MicroBatch]]:
-    """All answers of the run, those that are held out as well, in as many micro-batches at a time as a group has."""
-    recipe, corpus = session.recipe, session.loader.corpus
+def _documents(session: Session) -> list[NDArray[np.int64]]:
+    """All of the corpus: those that are trained on, and those that are held out."""
+    recipe, count = session.recipe, session.loader.corpus.info.num_documents
     held = recipe.data.validation_documents
-    documents = [np.arange(corpus.info.num_documents)]
-    if held is not None:
-        documents = list(split_documents(corpus.info.num_documents, held, recipe.data.seed, recipe.data.order))
+    if held is None:
+        return [np.arange(count)]
+    return list(split_documents(count, held, recipe.data.seed, recipe.data.order))
+
+
+def _batches(session: Session, documents: Sequence[NDArray[np.int64]]) -> Iterator[Sequence[MicroBatch]]:
+    """All answers of the run, in as many micro-batches at a time as a group has."""
     for some in documents:
-        loader = _loader(session, recipe, some)
+        loader = _loader(session, session.recipe, some)
         while batches := [loader.next_micro_batch() for _ in range(session.plan.group) if not loader.exhausted]:
             yield batches
 

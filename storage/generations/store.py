@@ -204,6 +204,11 @@ class NvmeStore:
     def arrays(self) -> list[ArraySpec]:
         return [array.spec for array in self._arrays.values() if not array.scratch]
 
+    def checksums(self) -> dict[ArraySpec, tuple[int, ...]]:
+        """CRC-32C of each part of the committed generation's arrays, padding included: equal for equal values."""
+        with self._lock:
+            return {array.spec: array.crcs for array in self._committable()}
+
     def traffic(self) -> dict[Path, Traffic]:
         """Bytes moved since the store was opened, by drive folder; padding and checksums included."""
         return self._drives.traffic()

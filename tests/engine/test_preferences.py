@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import random
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,17 @@ def opened(folder: Path, objective: str, **options: Any) -> Session:
     session = tiny.session(
         folder, d=comparisons.data(path, sequence_length=256), **given | options, preference=PreferenceConfig(beta=0.4)
     )
-    assert reference_logps.complete(session, tiny.Silent())
+    with own_cache(folder):
+        assert reference_logps.complete(session, tiny.Silent())
     return session
+
+
+@contextmanager
+def own_cache(folder: Path) -> Iterator[None]:
+    """Nothing is shared with runs in other folders, by this process or one that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", f"{folder}-cache")
+        yield
 
 
 def trimmed(stream: MicroBatch) -> MicroBatch:
@@ -96,7 +107,8 @@ def run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **sections
         "adapter": AdapterConfig(method="lora", rank=2),
         "train": tiny.training(**train),
     }
-    tiny.train_run(folder, observer, resume=resume, **given | sections)
+    with own_cache(folder):
+        tiny.train_run(folder, observer, resume=resume, **given | sections)
 
 
 def outcome(folder: Path, observer: tiny.Silent) -> tuple[Any, ...]:
