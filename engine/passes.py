@@ -70,12 +70,13 @@ def evaluations(
     commit: bool = False,
     build: Callable[..., Pass] = evaluation,
     without_adapter: bool = False,
+    with_statistics: bool = False,
 ) -> Iterator[EvaluationData]:
     """What the model finds of the labels of `batches`, a pass each, in their order.
 
     `first`: the number of the first pass, of which no two of a step are the same. `commit`: the first one commits the
-    step's generation. `build`: what makes a pass. `without_adapter`: of the model beside it. Tokens of two passes are
-    on the compute device.
+    step's generation. `build`: what makes a pass. `without_adapter`: of the model beside it. `with_statistics`: the
+    objective's statistics as well. Tokens of two passes are on the compute device.
     """
     under_way: deque[tuple[int, list[int]]] = deque()
 
@@ -89,7 +90,7 @@ def evaluations(
     for number, micro_batches in enumerate(batches, start=first):
         if len(under_way) == 2:
             yield finished()
-        data = on.carrier.evaluation(micro_batches, without_adapter=without_adapter)
+        data = on.carrier.evaluation(micro_batches, without_adapter=without_adapter, with_statistics=with_statistics)
         on.runtime.begin_evaluation(number, data)
         pass_ = build(on.plan, on.step, number, **data.extent)
         under_way.append((number, _start(on, pass_, commit and number == first)))

@@ -34,11 +34,12 @@ def validate(session: Session) -> ValidationMetrics:
     tally = Tally() if session.recipe.data.source == "needles" else None
     committed = session.commit_due(step) or step == session.recipe.train.steps
     passes = map(session.look, session.validation.passes(session.plan.group))
-    for data in evaluations(session, passes, commit=committed):
+    for data in evaluations(session, passes, commit=committed, with_statistics=True):
         total, weight = total + data.total_loss, weight + data.total_weight
         tokens, right = tokens + data.num_targets, right + int(data.right.sum())
         if objective.compares:
-            found.add(objective.measure(sequences_of(data.micro_batches, data.scores, session.validation.totals)))
+            totals = session.validation.totals
+            found.add(objective.measure(sequences_of(data.micro_batches, data.scores, totals, data.statistics)))
         if tally is not None:
             tally.add(data.micro_batches, data.right)
     return ValidationMetrics(

@@ -214,8 +214,10 @@ def temporaries_bytes(
     device_type: str,
     logits_bytes: int | None = None,
     deterministic: bool = False,
+    score_bytes: int = 0,
 ) -> int:
-    """What the largest compute op takes beside its slots, and on a GPU what a pass takes beside all ops."""
+    """What the largest compute op takes beside its slots, and on a GPU what a pass takes beside all ops; `score_bytes`:
+    of a token of the step, for what an objective over whole sequences finds of it."""
     result = workspace_bytes(spec, tokens, compute_bytes, logits_bytes or LOGITS_BYTES[device_type])
     result += adapter_workspace(spec, compute_bytes)
     # Weights are dequantised while no other op computes.
@@ -223,7 +225,7 @@ def temporaries_bytes(
     if device_type == "cuda":
         result += attention_workspace(spec, tokens, stream_tokens, deterministic=deterministic)
         result += min(result // 8, HOLES_BYTES)
-        result += overhead_bytes(step_tokens)
+        result += overhead_bytes(step_tokens) + step_tokens * score_bytes
     return result
 
 

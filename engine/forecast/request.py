@@ -109,6 +109,7 @@ class PlanRequest:
             compute_bytes=DTYPE_BYTES[train.compute_dtype],
             device_type=self.device_type,
             deterministic=train.deterministic,
+            score_bytes=objective.score_bytes,
         )
         compiled = self.device_type == "cuda" and train.compile != "off"
         return PlanInput(

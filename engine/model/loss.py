@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.objectives.statistics import ENTROPY, MEAN_LOGIT
+
 WORK_SHARE = 8
 """One part in so many of the memory for logits holds rows in float32."""
 
@@ -113,15 +115,30 @@ class NegatedValue:
         return loss
 
 
-def log_probabilities(logits: Tensor, labels: Tensor, work_bytes: int) -> Tensor:
-    """Of each row of logits [n, vocab] that of its label, float64 [n]; rows are taken to float32 as by CrossEntropy."""
+def log_probabilities_(logits: Tensor, labels: Tensor, work_bytes: int, statistics: Sequence[str] = ()) -> Tensor:
+    """Of each row of logits [n, vocab] the log-probability of its label and `statistics`, by their names in
+    objectives/statistics.py: float64 [1 + statistics, n]. Rows are taken to float32 as by CrossEntropy; `logits` that
+    are float32 already hold something else behind this."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     step = max(1, work_bytes // (logits.shape[1] * dtype.itemsize))
     result = []
     for rows, targets in zip(even_pieces(logits, step), even_pieces(labels, step), strict=True):
         work = rows.to(dtype)
-        result.append(work.gather(1, targets[:, None])[:, 0].double() - work.logsumexp(dim=-1).double())
-    return torch.cat(result)
+        total = work.logsumexp(dim=-1)
+        found = {"": work.gather(1, targets[:, None])[:, 0].double() - total.double()}
+        if MEAN_LOGIT in statistics:
+            found[MEAN_LOGIT] = work.mean(dim=-1).double()
+        if ENTROPY in statistics:
+            found[ENTROPY] = _entropy_(work, total).double()
+        result.append(torch.stack([found[name] for name in ("", *statistics)]))
+    return torch.cat(result, dim=1)
+
+
+def _entropy_(work: Tensor, total: Tensor) -> Tensor:
+    """Of rows [n, vocab] whose logsumexp is `total` [n]; as `logsumexp`, with one copy of the rows. Logits of minus
+    infinity add nothing."""
+    work.sub_(total[:, None]).clamp_(min=torch.finfo(work.dtype).min)
+    return -work.exp().mul_(work).sum(dim=-1)
 
 
 def _block_(logits: Tensor, labels: Tensor, weights: Tensor, factor: Tensor, z: Tensor | None) -> Tensor:

@@ -69,6 +69,8 @@ class Training:
         for name, master in self.by_name({b: kinds[MASTER] for b, kinds in self.state.items()}).items():
             master.copy_(parameters[name])
         self.gradients = {buffer: torch.zeros(numel) for buffer, numel in sizes.items()}
+        self.measured: dict[str, float] = {}
+        """What the objective found of the last step beside its loss, by name."""
 
     def by_name(self, flats: Tensors) -> dict[str, Tensor]:
         """Views of all parameters in `flats`, one flat tensor per buffer."""
@@ -79,7 +81,9 @@ class Training:
         for gradient in self.gradients.values():
             gradient.zero_()
         weights, gradients = self.by_name(self.weights), self.by_name(self.gradients)
-        loss = self.forward_backward(weights, gradients, streams, chunk_tokens, logits_bytes)
+        found = Found()
+        loss = self.forward_backward(weights, gradients, streams, chunk_tokens, logits_bytes, found=found)
+        self.measured = found.metrics
 
         squares = [torch.linalg.vector_norm(gradient).square().double() for gradient in self.gradients.values()]
         norm = float(torch.stack(squares).sum().sqrt())
@@ -119,13 +123,15 @@ def forward_backward(
     in_pieces: bool = False,
     z_loss: float = 0.0,
     objective: Objective = OBJECTIVES["next_token"],
+    found: Found | None = None,
 ) -> float:
     """The objective's loss, usually the mean of the targets by their weights; adds its gradients to `gradients`
     (float32).
 
     `weights`: all parameters in the runner's dtype, laid out as in flat buffers (`in_buffers`); likewise `gradients`,
     which has those that are trained. `in_pieces`: attention goes over one chunk of keys at a time. With `z_loss` the
-    gradients, not the loss, are those of PaLM's term as well (model/loss.py).
+    gradients, not the loss, are those of PaLM's term as well (model/loss.py). `found`: takes what an objective
+    over whole sequences measures.
     """
     layers, num_layers = runner.layers, len(runner.spec.attention)
     total = sum(total_weight(stream.labels, stream.weights) for stream in streams)
@@ -189,16 +195,19 @@ def forward_backward(
     # Loss, and the gradient of the last layer's output in its place. From here on the last chunk comes first: later
     # queries add to the gradients of earlier keys.
     here, sums = _of_block(runner, HEAD, weights), _of_block(runner, HEAD, gradients)
-    losses, backwards, found = torch.zeros(len(chunks)), range(len(chunks))[::-1], Found()
+    losses, backwards = torch.zeros(len(chunks)), range(len(chunks))[::-1]
+    found = Found() if found is None else found
     targets, heat = [chunk.tokens for chunk in chunks], objective.temperature
     if objective.whole_sequences:
         # What each target counts follows from the scores of all.
         pairs = zip(hidden, targets, strict=True)
-        scores = [runner.evaluate(here, x, tokens, logits_bytes, heat)[0] for x, tokens in pairs]
-        whole = sequences_of(streams, torch.cat(scores).cpu(), totals_of(streams, objective))
+        names = objective.statistics
+        scores = [runner.evaluate(here, x, tokens, logits_bytes, heat, names).scores for x, tokens in pairs]
+        logps, *statistics = torch.cat(scores, dim=1).cpu()
+        whole = sequences_of(streams, logps, totals_of(streams, objective), dict(zip(names, statistics, strict=True)))
         made, measured = coefficients(objective, whole)
         found.add(measured)
-        parts = made.to(runner.device).split([len(of_chunk) for of_chunk in scores])
+        parts = made.to(runner.device).split([of_chunk.shape[1] for of_chunk in scores])
         targets = [replace(tokens, weights=part) for tokens, part in zip(targets, parts, strict=True)]
         total = 1.0
     for i in backwards:

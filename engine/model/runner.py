@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,16 @@ from penstock.engine.model.skeleton import LayerCall, Skeleton, Tensors
 from penstock.engine.model.spec import ModelSpec, rotary_threshold
 from penstock.engine.model.tokens import ChunkTokens
 from penstock.engine.model.tower import TowerRunner
+
+
+class Evaluated(NamedTuple):
+    """What the head finds of t targets, on the compute device."""
+
+    scores: Tensor
+    """float64 [1 + statistics, t]: the log-probability of each, nats, or a reward model's value; and its statistics, in
+    the order in which they were asked for."""
+    right: Tensor
+    """bool [t]: whether it is the likeliest token; False of a reward model."""
 
 
 class ModelRunner:
@@ -204,11 +214,18 @@ class ModelRunner:
         return loss, dx
 
     def evaluate(
-        self, weights: Tensors, x: Tensor, tokens: ChunkTokens, logits_bytes: int, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Of each target its log-probability by logits / temperature, float64 [t], and whether it is the likeliest
-        token, bool [t]; of a reward model the value at its token, and False."""
-        scores = torch.zeros_like(tokens.labels, dtype=torch.float64)
+        self,
+        weights: Tensors,
+        x: Tensor,
+        tokens: ChunkTokens,
+        logits_bytes: int,
+        temperature: float = 1.0,
+        statistics: Sequence[str] = (),
+    ) -> Evaluated:
+        """What there is to find of the targets, by logits / temperature; `statistics`: which of those in
+        objectives/statistics.py. They cost another pass over rows in float32, and no memory."""
+        shape = 1 + len(statistics), len(tokens.labels)
+        scores = torch.zeros(shape, dtype=torch.float64, device=tokens.labels.device)
         right = torch.zeros_like(tokens.labels, dtype=torch.bool)
         with torch.no_grad(), self._skeleton.bound(weights, self._frozen) as bound:
             step = loss_terms.rows_at_once(logits_bytes, self._find_logits_cost(bound))
@@ -217,14 +234,15 @@ class ModelRunner:
                 logits = self._skeleton.logits(x.index_select(0, part))
                 here = slice(done, done := done + len(labels))
                 if self._gives_rewards:
-                    scores[here] = logits[:, 0]
+                    scores[0, here] = logits[:, 0]
                     continue
                 torch.eq(logits.argmax(dim=-1), labels, out=right[here])
                 if temperature != 1:
                     logits.div_(temperature)
-                scores[here] = loss_terms.log_probabilities(logits, labels, logits_bytes // loss_terms.WORK_SHARE)
+                work_bytes = logits_bytes // loss_terms.WORK_SHARE
+                scores[:, here] = loss_terms.log_probabilities_(logits, labels, work_bytes, statistics)
                 del logits
-        return scores, right
+        return Evaluated(scores, right)
 
     def logits(self, weights: Tensors, x: Tensor) -> Tensor:
         """Logits [n, vocab] of the last layer's output x [n, hidden]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,8 +27,11 @@ def totals_of(streams: Sequence[MicroBatch], objective: Objective) -> Totals:
     return Totals(sequences, compared, chosen)
 
 
-def sequences_of(streams: Sequence[MicroBatch], scores: Tensor, totals: Totals) -> Sequences:
-    """Of the targets of `streams`, whose log-probabilities are `scores` [t], in order."""
+def sequences_of(
+    streams: Sequence[MicroBatch], scores: Tensor, totals: Totals, statistics: Mapping[str, Tensor] | None = None
+) -> Sequences:
+    """Of the targets of `streams`, whose log-probabilities are `scores` [t], in order; likewise `statistics`, by name,
+    as far as they were asked for."""
     parts = [_of_stream(stream) for stream in streams]
     first, numbers = 0, []
     for stream, part in zip(streams, parts, strict=True):
@@ -48,7 +51,7 @@ def sequences_of(streams: Sequence[MicroBatch], scores: Tensor, totals: Totals) 
         torch.cat(numbers),
         torch.cat([part.prompt for part in parts]),
         columns,
-        of_targets,
+        of_targets | dict(statistics or {}),
         first,
         totals,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from penstock.engine.config import SAMPLED, GrpoConfig, PreferenceConfig, Recipe, nearest
+from penstock.engine.objectives.statistics import ENTROPY, MEAN_LOGIT
 from penstock.storage.files.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Objective:
     reward_model: bool = False
     """Whether what is trained is a reward model (model/reward.py): each answer has one target, its last token, whose
     score is the model's value there."""
+    statistics: tuple[str, ...] = ()
+    """Of targets (objectives/statistics.py), which it reports; each costs a little time."""
     options: PreferenceConfig | GrpoConfig = field(default_factory=PreferenceConfig)
     """The section of the recipe that it reads."""
 
@@ -44,6 +47,11 @@ class Objective:
     def whole_sequences(self) -> bool:
         """Whether coefficients need the scores of whole sequences."""
         return self.implementation is not None
+
+    @property
+    def score_bytes(self) -> int:
+        """Device memory of a token for its score, statistics and coefficient, and whether it is the likeliest."""
+        return 8 * (2 + len(self.statistics)) + 1 if self.whole_sequences else 0
 
     @property
     def temperature(self) -> float:
@@ -56,17 +64,21 @@ class Objective:
         return result
 
 
+_ALL = (ENTROPY, MEAN_LOGIT)
+
 OBJECTIVES = {
     "next_token": Objective(),
     "sequence_mean": Objective("penstock.engine.objectives.sequence_mean:measure"),
-    "dpo": Objective("penstock.engine.objectives.dpo:measure", "pairs", reference=True),
+    "dpo": Objective("penstock.engine.objectives.dpo:measure", "pairs", reference=True, statistics=_ALL),
     "cpo": Objective("penstock.engine.objectives.cpo:measure", "pairs"),
     "simpo": Objective("penstock.engine.objectives.simpo:measure", "pairs"),
     "orpo": Objective("penstock.engine.objectives.orpo:measure", "pairs", prompts=True),
     "reward": Objective("penstock.engine.objectives.reward:measure", "pairs", reward_model=True),
-    "grpo": Objective("penstock.engine.objectives.grpo:measure", "prompts"),
-    "rloo": Objective("penstock.engine.objectives.grpo:measure_rloo", "prompts"),
-    "kto": Objective("penstock.engine.objectives.kto:measure", "unpaired", reference=True, mismatched=True),
+    "grpo": Objective("penstock.engine.objectives.grpo:measure", "prompts", statistics=(ENTROPY,)),
+    "rloo": Objective("penstock.engine.objectives.grpo:measure_rloo", "prompts", statistics=(ENTROPY,)),
+    "kto": Objective(
+        "penstock.engine.objectives.kto:measure", "unpaired", reference=True, mismatched=True, statistics=_ALL
+    ),
 }
 """train.objective -> what it is."""
 

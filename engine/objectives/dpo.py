@@ -37,4 +37,5 @@ def measure(given: Sequences, options: PreferenceConfig) -> Measured:
     else:
         assert kind == "apo_down", kind
         losses = torch.sigmoid(better) + 1 - torch.sigmoid(margin)
-    return Measured(losses / given.totals.compared, reward_metrics(chosen, rejected, (better, worse)))
+    metrics = {**reward_metrics(chosen, rejected, (better, worse)), **given.statistics()}
+    return Measured(losses / given.totals.compared, metrics)

@@ -42,7 +42,7 @@ def measure(given: Sequences, options: GrpoConfig) -> Measured:
         sums = sums / (given.totals.compared * options.max_completion_length)
     else:
         sums = sums / given.columns[GENERATED].clamp(min=1)
-    return Measured(sums[lengths > 0], metrics)
+    return Measured(sums[lengths > 0], metrics | given.statistics())
 
 
 def measure_rloo(given: Sequences, options: GrpoConfig) -> Measured:
@@ -51,7 +51,8 @@ def measure_rloo(given: Sequences, options: GrpoConfig) -> Measured:
     ratios = given.logps() - given.sums(given.weights * given.of_targets.get(OLD, given.scores.detach()))
     losses, clipped = _clipped(torch.exp(ratios), given.columns[ADVANTAGE], options)
     some = lengths > 0
-    return Measured(losses[some] / given.totals.compared, {"clip_ratio/region_mean": clipped[some]})
+    metrics = {"clip_ratio/region_mean": clipped[some], **given.statistics()}
+    return Measured(losses[some] / given.totals.compared, metrics)
 
 
 def _clipped(ratios: Tensor, advantages: Tensor, options: GrpoConfig) -> tuple[Tensor, Tensor]:

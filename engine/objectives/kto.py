@@ -22,4 +22,5 @@ def measure(given: Sequences, options: PreferenceConfig) -> Measured:
     gains = 1 - torch.sigmoid(options.beta * (wanted.ratios - kl))
     losses = 1 - torch.sigmoid(options.beta * (kl - unwanted.ratios))
     weighted = torch.cat([options.desirable_weight * gains, options.undesirable_weight * losses])
-    return Measured(weighted / given.totals.compared, {name: values.detach() for name, values in metrics.items()})
+    metrics = {name: values.detach() for name, values in metrics.items()} | given.statistics()
+    return Measured(weighted / given.totals.compared, metrics)

@@ -6,11 +6,13 @@ All of it is float64 in host memory: the same numbers whatever device computed t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from penstock.engine.objectives.statistics import ENTROPY, MEAN_LOGIT
 
 SIDE, REFERENCE = "side", "reference"
 """Columns of documents: CHOSEN, REJECTED or MISMATCHED; and the sum of the completion's log-probabilities under the
@@ -44,7 +46,7 @@ class Sequences(NamedTuple):
     columns: Mapping[str, Tensor]
     """Name -> float64 [D], what is known of each sequence."""
     of_targets: Mapping[str, Tensor]
-    """Name -> float64 [t], what is known of each target."""
+    """Name -> float64 [t], what is known of each target; statistics are there where they were asked for."""
     num: int
     """D."""
     totals: Totals
@@ -61,6 +63,19 @@ class Sequences(NamedTuple):
     def lengths(self) -> Tensor:
         """[D]: the sum of the weights of the answer's targets: their number where each counts as much."""
         return self.sums(self.weights)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """What TRL reports of the statistics, each answer token counting as much: `entropy` of all answers but those to
+        other prompts, `logits/chosen` and `logits/rejected` of the sides."""
+        answered = ~self.prompt
+        side = self.columns[SIDE][self.sequence] if SIDE in self.columns else torch.zeros_like(self.sequence)
+        result = {}
+        if (logits := self.of_targets.get(MEAN_LOGIT)) is not None:
+            result["logits/chosen"] = logits[answered & (side == CHOSEN)]
+            result["logits/rejected"] = logits[answered & (side == REJECTED)]
+        if (entropy := self.of_targets.get(ENTROPY)) is not None:
+            result["entropy"] = entropy[answered & (side != MISMATCHED)]
+        return result
 
 
 class Measured(NamedTuple):
@@ -92,9 +107,15 @@ class Found:
     @property
     def loss(self) -> float:
         """Exactly rounded: the same however a step is cut into parts."""
-        return math.fsum(self._losses) if all(map(math.isfinite, self._losses)) else math.nan
+        return _sum(self._losses)
 
     @property
     def metrics(self) -> dict[str, float]:
+        """By name; exactly rounded as well."""
         found = {name: values for name, values in self._values.items() if values}
-        return {n: EXTREMES[n](all_) if n in EXTREMES else sum(all_) / len(all_) for n, all_ in found.items()}
+        return {n: EXTREMES[n](all_) if n in EXTREMES else _sum(all_) / len(all_) for n, all_ in found.items()}
+
+
+def _sum(values: Sequence[float]) -> float:
+    """NaN where one is not finite."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan

@@ -53,8 +53,12 @@ class Batch:
 class EvaluationData(Batch):
     without_adapter: bool = False
     """Whether the model is the one that the adapter is trained beside."""
+    with_statistics: bool = False
+    """Whether the objective's statistics of the targets are found as well."""
     scores: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     """float64 [num_targets], in host memory: the log-probability of each target, in order, nats."""
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> float64 [num_targets], in host memory, in the same order."""
     right: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """Bool [num_targets], in host memory: whether the model finds each target, in order, the likeliest token."""
 
@@ -155,9 +159,12 @@ class BatchCarrier:
     ) -> StepData:
         return StepData(**self._batch(micro_batches), cursor=cursor, known=known or {})
 
-    def evaluation(self, micro_batches: Sequence[MicroBatch], *, without_adapter: bool = False) -> EvaluationData:
+    def evaluation(
+        self, micro_batches: Sequence[MicroBatch], *, without_adapter: bool = False, with_statistics: bool = False
+    ) -> EvaluationData:
         """Of as many micro-batches as a step has, or fewer."""
-        return EvaluationData(**self._batch(micro_batches), without_adapter=without_adapter)
+        batch = self._batch(micro_batches)
+        return EvaluationData(**batch, without_adapter=without_adapter, with_statistics=with_statistics)
 
     def samples(
         self,

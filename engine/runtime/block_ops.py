@@ -56,14 +56,17 @@ class BlockOps:
         self._sizes = [len(plan.chunks), len(plan.buffers), 2 * len(plan.blocks) * len(plan.chunks)]
         self._report = torch.zeros(sum(self._sizes), device=self._device)
         self._losses, self._square_norms, self._marks = self._split_report(self._report)
-        # Of each target of an evaluation its log-probability and whether it is the likeliest token; of a chunk those at
-        # its tokens' places, from the first on.
+        # Of each target of an evaluation its log-probability and statistics, and whether it is the likeliest token; of
+        # a chunk those at its tokens' places, from the first on.
         self._starts = [0, *itertools.accumulate(chunk.end - chunk.start for chunk in plan.chunks)]
-        self._scores = torch.zeros(self._starts[-1], dtype=torch.float64, device=self._device)
+        self._statistics = objective.statistics
+        rows = 1 + len(self._statistics)
+        self._scores = torch.zeros(rows, self._starts[-1], dtype=torch.float64, device=self._device)
         self._hits = torch.zeros(self._starts[-1], dtype=torch.bool, device=self._device)
         make = pinned_empty if self._device.type == "cuda" else torch.empty
         self._report_on_host, self._scores_on_host, self._hits_on_host = (
-            make(tensor.numel(), dtype=tensor.dtype) for tensor in (self._report, self._scores, self._hits)
+            make(tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+            for tensor in (self._report, self._scores, self._hits)
         )
         self._temperature = objective.temperature
         self._coefficients: Coefficients | None = None
@@ -112,11 +115,13 @@ class BlockOps:
     def _head_evaluate(self, op: Op) -> None:
         views = self._views
         x = views.hidden(op.slots[a.X], views.chunk(op))
-        scores, right = self._runner.evaluate(
-            views.weights(op), x, views.tokens(op), self._logits_bytes, self._temperature
+        asked = op.action is a.HEAD_SCORE or views.evaluated[op.batch].with_statistics
+        names = self._statistics if asked else ()
+        found = self._runner.evaluate(
+            views.weights(op), x, views.tokens(op), self._logits_bytes, self._temperature, names
         )
-        there = slice(start := self._starts[op.index], start + scores.shape[0])
-        self._scores[there], self._hits[there] = scores, right
+        there = slice(start := self._starts[op.index], start + found.right.shape[0])
+        self._scores[: 1 + len(names), there], self._hits[there] = found.scores, found.right
 
     @handles(a.HEAD)
     def _head(self, op: Op) -> None:
@@ -193,7 +198,11 @@ class BlockOps:
         self._to_host(self._scores, self._scores_on_host)
         self._to_host(self._hits, self._hits_on_host)
         starts = [(self._starts[index], data.chunks[index].labels.shape[0]) for index in sorted(data.cut)]
-        data.scores = torch.cat([self._scores_on_host[start : start + count] for start, count in starts])
+        data.scores, *statistics = (
+            torch.cat([row[start : start + count] for start, count in starts]) for row in self._scores_on_host
+        )
+        if data.with_statistics:
+            data.statistics = dict(zip(self._statistics, statistics, strict=True))
         data.right = torch.cat([self._hits_on_host[start : start + count] for start, count in starts])
 
     def _to_host(self, source: Tensor, target: Tensor) -> None:

@@ -20,10 +20,12 @@ class Coefficients:
     def __init__(
         self, views: Views, objective: Objective, scores: Tensor, starts: Sequence[int], fetch: Callable[[], None]
     ) -> None:
-        """`scores`: in host memory, where `fetch` brings the log-probabilities of a step's targets, those of chunk i
-        from `starts[i]` on. Coefficients take the same places."""
-        self._views, self._objective, self._scores, self._starts, self._fetch = views, objective, scores, starts, fetch
-        self._here = torch.zeros(scores.numel(), dtype=scores.dtype, device=views.device)
+        """`scores`, [1 + the objective's statistics, tokens] in host memory: where `fetch` brings the log-probabilities
+        of a step's targets and their statistics, those of chunk i from `starts[i]` on. Coefficients take the places of
+        log-probabilities."""
+        self._views, self._objective, self._starts, self._fetch = views, objective, starts, fetch
+        self._scores, self._statistics = scores[0], dict(zip(objective.statistics, scores[1:], strict=True))
+        self._here = torch.zeros(scores.shape[1], dtype=scores.dtype, device=views.device)
         self._group: tuple[int, int] | None = None
         """(step, group) whose coefficients there are."""
         self._totals: tuple[int, Totals] | None = None
@@ -44,10 +46,12 @@ class Coefficients:
         places = [slice(at := self._starts[i], at + step.chunks[i].labels.shape[0]) for i in members]
         self._fetch()
         scores = torch.cat([self._scores[place] for place in places])
+        statistics = {name: torch.cat([all_[place] for place in places]) for name, all_ in self._statistics.items()}
         streams = step.micro_batches[group * size : (group + 1) * size]
         if self._totals is None or self._totals[0] != op.step:
             self._totals = op.step, totals_of(step.micro_batches, self._objective)
-        made, measured = coefficients(self._objective, sequences_of(streams, scores, self._totals[1]))
+        sequences = sequences_of(streams, scores, self._totals[1], statistics)
+        made, measured = coefficients(self._objective, sequences)
         step.found.add(measured)
         for place, part in zip(places, made.split([place.stop - place.start for place in places]), strict=True):
             self._scores[place] = part

@@ -1,11 +1,13 @@
-"""Twenty steps of a run beside TRL's trainer on the same rows: the loss and the norm of the gradient of each.
+"""Twenty steps of a run beside TRL's trainer on the same rows: the loss and the norm of the gradient of each, and the
+statistics of tokens that TRL reports.
 
 TRL tokenises the rows itself and computes them side by side, padded, in float32; AdamW is torch's.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import comparisons
 import pytest
@@ -84,12 +86,36 @@ UNPAIRED = {
 }
 
 
+class Step(NamedTuple):
+    loss: float
+    norm: float
+    statistics: dict[str, float]
+
+
+STATISTICS = {
+    **dict.fromkeys(("dpo", "kto"), ("entropy", "logits/chosen", "logits/rejected")),
+    **dict.fromkeys(("grpo", "rloo"), ("entropy",)),
+}
+"""Objective -> what TRL reports of its tokens, and a run as well. Means that CPO and ORPO have of their logits there
+count padding and depend on how rows are laid out."""
+
+
+def statistics_of(line: Mapping[str, float], objective: str) -> dict[str, float]:
+    """Those that there are: where all completions are masked a run has none, and TRL has 0."""
+    return {name: line[name] for name in STATISTICS.get(objective, ()) if line.get(name, 0) != 0}
+
+
 class Seen(TrainerCallback):
-    """Norms of the gradients, and the losses as computed."""
+    """Norms of the gradients, the losses as computed, and what is logged of each step."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
         self.losses: list[float] = []
+        self.lines: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **given: Any) -> None:
+        if "loss" in logs:  # not that of the end
+            self.lines.append(dict(logs))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         gradients = [p.grad for p in given["model"].parameters() if p.grad is not None]
@@ -133,8 +159,7 @@ def by_penstock(
     lora: Path | None,
     packing: str,
     **options: Any,
-) -> list[tuple[float, float]]:
-    """Loss and norm of each step."""
+) -> list[Step]:
     observer = tiny.Silent()
     train = {"steps": STEPS, "global_batch_size": ROWS, "lr": 1e-3, "lr_schedule": "constant", "clip_norm": None}
     length = 192 if packing == "none" else 192 * len(rows)
@@ -151,7 +176,7 @@ def by_penstock(
         train=tiny.training(objective=objective, weight_decay=0.0, **train),
         preference=PreferenceConfig(**options),
     )
-    return [(m.loss, m.grad_norm) for m in observer.metrics]
+    return [Step(m.loss, m.grad_norm, statistics_of(m.measured, objective)) for m in observer.metrics]
 
 
 def by_trl(
@@ -162,8 +187,9 @@ def by_trl(
     config: Any,
     lora: Path | None,
     auto_class: Any = AutoModelForCausalLM,
+    objective: str = "",
     **options: Any,
-) -> list[tuple[float, float]]:
+) -> list[Step]:
     seen = Seen()
 
     class InOrder(trainer):  # type: ignore[misc]
@@ -193,13 +219,18 @@ def by_trl(
         **of_trainer,
     )
     made.train()
-    return list(zip(seen.losses, seen.norms, strict=True))
+    return [
+        Step(loss, norm, statistics_of(line, objective))
+        for loss, norm, line in zip(seen.losses, seen.norms, seen.lines, strict=True)
+    ]
 
 
-def require_alike(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+def require_alike(found: list[Step], expected: list[Step], objective: str = "") -> None:
     assert len(found) == len(expected) == STEPS
     for mine, theirs in zip(found, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+        assert mine[:2] == pytest.approx(theirs[:2], rel=1e-5, abs=1e-5)
+        assert mine.statistics == pytest.approx(theirs.statistics, rel=1e-5, abs=1e-5)
+    assert {name for step in found for name in step.statistics} == set(STATISTICS.get(objective, ()))
 
 
 HOW = {
@@ -220,8 +251,9 @@ def test_pairs_train_as_in_trl(tmp_path: Path, name: str) -> None:
     rows = comparisons.pairs(ROWS if packing == "best_fit" else 3 * ROWS)
     objective = name.split()[0]
     found = by_penstock(tmp_path / "run", model, rows, objective, start, packing, **options)
-    expected = by_trl(tmp_path / "trl", model, rows, trainer, config, start, **theirs, beta=options.get("beta", 0.1))
-    require_alike(found, expected)
+    theirs = theirs | {"objective": objective, "beta": options.get("beta", 0.1)}
+    expected = by_trl(tmp_path / "trl", model, rows, trainer, config, start, **theirs)
+    require_alike(found, expected, objective)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +267,9 @@ def test_answers_with_verdicts_train_as_in_trl(tmp_path: Path, name: str) -> Non
     start = adapter(model, tmp_path / "adapter") if lora else None
     rows = comparisons.verdicts(ROWS)
     found = by_penstock(tmp_path / "run", model, rows, "kto", start, packing, **options)
-    expected = by_trl(tmp_path / "trl", model, rows, KTOTrainer, KTOConfig, start, **theirs, beta=0.1)
-    require_alike(found, expected)
+    theirs = theirs | {"objective": "kto", "beta": 0.1}
+    expected = by_trl(tmp_path / "trl", model, rows, KTOTrainer, KTOConfig, start, **theirs)
+    require_alike(found, expected, "kto")
 
 
 SAMPLED = {
@@ -285,7 +318,7 @@ def test_completions_train_as_in_trl(tmp_path: Path, monkeypatch: pytest.MonkeyP
             reward=[f"{tmp_path}/reward.py:vowels"], num_generations=4, max_completion_length=12, **options
         ),
     )
-    found = [(m.loss, m.grad_norm) for m in observer.metrics]
+    found = [Step(m.loss, m.grad_norm, statistics_of(m.measured, objective)) for m in observer.metrics]
 
     def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
         made = generations.pop(0)
@@ -302,8 +335,8 @@ def test_completions_train_as_in_trl(tmp_path: Path, monkeypatch: pytest.MonkeyP
         more["rollout_func"] = rollouts
     else:
         monkeypatch.setattr(RLOOTrainer, "_generate_single_turn", lambda *_: generations.pop(0).completions)
-    expected = by_trl(tmp_path / "trl", model, rows, trainer, config, start, **theirs | more)
-    require_alike(found, expected)
+    expected = by_trl(tmp_path / "trl", model, rows, trainer, config, start, objective=objective, **theirs | more)
+    require_alike(found, expected, objective)
     assert len({round(m.measured["reward"], 6) for m in observer.metrics}) > 3
 
 

@@ -2,6 +2,7 @@
 not harm."""
 
 import json
+import math
 import multiprocessing
 import random
 import signal
@@ -83,18 +84,21 @@ def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None
         training = Training(runner, train, tiny.parameters(session.store, spec), session.objective)
         chunk = session.plan.max_chunk_tokens
         batches = [[trimmed(stream) for stream in session.loader.next_step()] for _ in range(2)]
-        expected = [training.step(batch, chunk, LOGITS_BYTES["cpu"]) for batch in batches]
+        expected = [(*training.step(batch, chunk, LOGITS_BYTES["cpu"]), training.measured) for batch in batches]
         session.loader.seek(cursor)
         tiny.delay(session, random.Random(name))
         steps = tiny.steps(session, 2)
         weights = tiny.parameters(session.store, spec)
-    assert [m.loss for m in steps] == [loss for loss, _ in expected]
-    assert [m.grad_norm for m in steps] == [pytest.approx(norm, rel=1e-6) for _, norm in expected]
+    assert [(m.loss, m.measured) for m in steps] == [(loss, measured) for loss, _, measured in expected]
+    assert [m.grad_norm for m in steps] == [pytest.approx(norm, rel=1e-6) for _, norm, _ in expected]
     masters = training.by_name({buffer: kinds[MASTER] for buffer, kinds in training.state.items()})
     assert all(torch.equal(weight, masters[parameter]) for parameter, weight in weights.items())
     if objective == "dpo":
         assert steps[0].loss == pytest.approx(0.6931471805599453, abs=1e-12)  # the model is its own reference
         assert steps[1].measured["rewards/margins"] != 0
+    if objective in ("dpo", "kto"):
+        assert all(0 < m.measured["entropy"] < math.log(300) for m in steps)
+        assert {"logits/chosen", "logits/rejected"} <= steps[0].measured.keys()
 
 
 def run(folder: Path, observer: tiny.Silent, *, resume: bool = False, **sections: Any) -> None:
@@ -161,6 +165,20 @@ def test_a_run_that_is_stopped_in_the_reference_pass_goes_on(tmp_path: Path) -> 
     assert not (tmp_path / "run" / "data" / "reference" / "logps.bin").exists()
     run(tmp_path / "run", observer, resume=True)
     assert outcome(tmp_path / "run", observer) == outcome(tmp_path / "straight", straight)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+def test_a_validation_reports_the_statistics_of_its_own_answers(tmp_path: Path, objective: str) -> None:
+    """With nothing learned between, those of a step on the same pairs."""
+    path = comparisons.write(tmp_path / "rows.jsonl", [comparisons.pairs(1)[0]] * 8)
+    train = tiny.training(objective=objective, steps=1, global_batch_size=2, validate_every=1, validate_first=True)
+    observer = tiny.Silent()
+    data = comparisons.data(path, sequence_length=192, validation_documents=4)
+    run(tmp_path / "run", observer, train=train, data=data)
+    names = {"entropy", "logits/chosen", "logits/rejected"} if objective == "dpo" else set()
+    trained, before = observer.metrics[0].measured, observer.validations[0].measured
+    assert {name for name in trained if name.partition("/")[0] in ("entropy", "logits")} == names
+    assert {name: before[name] for name in names} == pytest.approx({name: trained[name] for name in names}, rel=1e-6)
 
 
 @pytest.mark.parametrize("how", ["gone", "another", "torn"])

@@ -37,7 +37,7 @@ from penstock.engine.model.layer_graph import Projection
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.quantise import Dequantiser
 from penstock.engine.model.recurrence import Segment
-from penstock.engine.model.runner import ModelRunner
+from penstock.engine.model.runner import Evaluated, ModelRunner
 from penstock.engine.model.skeleton import LayerCall
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.model.tokens import ChunkTokens, MicroBatch
@@ -180,10 +180,13 @@ class Arithmetic:
         self._cuda.use(*grads.values(), write=True)
         return self._cuda.scratch(1, dtype=torch.float64)[0], self._result(x.shape[0])
 
-    def evaluate(self, weights: Tensors, x: Tensor, tokens: ChunkTokens, *_: float) -> tuple[Tensor, Tensor]:
+    def evaluate(
+        self, weights: Tensors, x: Tensor, tokens: ChunkTokens, limit: int, heat: float, statistics: Sequence[str]
+    ) -> Evaluated:
         self._cuda.use(*weights.values(), x, tokens.rows, tokens.labels, tokens.weights, write=False)
         count = tokens.labels.numel()
-        return self._cuda.scratch(count, dtype=torch.float64), self._cuda.scratch(count, dtype=torch.bool)
+        scores = self._cuda.scratch(1 + len(statistics), count, dtype=torch.float64)
+        return Evaluated(scores, self._cuda.scratch(count, dtype=torch.bool))
 
     def read(self, logits: Tensor) -> None:
         self._cuda.use(logits, write=False)

@@ -2,6 +2,7 @@
 loss of mixtures of experts: transformers' own total gradient, streamed on any plan. What the host knows of a batch."""
 
 import functools
+import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from weighted import WeightedLoader
 
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.anatomy import Initializer
-from penstock.engine.model.loss import CrossEntropy, LogitsCost, even_pieces, rows_at_once
+from penstock.engine.model.loss import CrossEntropy, LogitsCost, even_pieces, log_probabilities_, rows_at_once
 from penstock.engine.model.reference import forward_backward, in_buffers
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
@@ -31,6 +32,7 @@ from penstock.engine.model.spec import HEAD
 from penstock.engine.model.tokens import ChunkTokens, MicroBatch
 from penstock.engine.model.trace import random_model
 from penstock.engine.objectives.base import OBJECTIVES
+from penstock.engine.objectives.statistics import ENTROPY, MEAN_LOGIT
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.engine.self_check import relative_errors
 from penstock.engine.session import Session
@@ -143,6 +145,27 @@ def head_of(**model: Any) -> tuple[ModelRunner, dict[str, Tensor]]:
     names = next(block.buffers for block in spec.blocks if block.name == HEAD)
     initializer = Initializer(spec, 0)
     return runner, {k: t.bfloat16() for name in names for k, t in initializer.values(name).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("work_bytes", [1, 5000, 1 << 20])
+def test_statistics_are_those_of_the_formula_and_change_no_log_probability(dtype: torch.dtype, work_bytes: int) -> None:
+    torch.manual_seed(0)
+    logits, labels = (5 * torch.randn(40, 300)).to(dtype), torch.randint(0, 300, (40,))
+    exact = logits.double()
+    (plain,) = log_probabilities_(logits.clone(), labels, work_bytes)
+    scores, means, entropies = log_probabilities_(logits.clone(), labels, work_bytes, (MEAN_LOGIT, ENTROPY))
+    assert torch.equal(scores, plain)
+    torch.testing.assert_close(means, exact.mean(dim=-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropies, torch.special.entr(exact.softmax(dim=-1)).sum(dim=-1), rtol=1e-5, atol=1e-6)
+    (_, alone) = log_probabilities_(logits.clone(), labels, work_bytes, (ENTROPY,))
+    assert torch.equal(alone, entropies)
+
+
+def test_a_token_that_cannot_be_adds_nothing_to_the_entropy() -> None:
+    logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf], [80.0, -math.inf, -math.inf, -200.0]])
+    _, entropies = log_probabilities_(logits, torch.tensor([0, 0]), 1 << 20, (ENTROPY,))
+    assert entropies.tolist() == pytest.approx([math.log(2), 0], abs=1e-7)
 
 
 class PeakOfLogits(TorchDispatchMode):
