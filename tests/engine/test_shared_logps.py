@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import comparisons
+import numpy as np
 import pytest
 import tiny
 
+from penstock.engine import shared_logps
 from penstock.engine.config import AdapterConfig, BudgetConfig, PreferenceConfig
 
 TAKEN = "reference log-probabilities: taken from an earlier run"
@@ -153,3 +156,23 @@ def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path: Path, cache: Pat
     assert not took(run(tmp_path / "first", given, stop_after=1))
     assert not took(run(tmp_path / "second", given, stop_after=1))
     assert cache.read_text() == "a file in the way"
+
+
+def test_runs_that_share_at_once_never_see_half_a_file(cache: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(50_000, 2))
+    shared_logps.keep("digest", values)
+
+    def write(_: int) -> None:
+        for _ in range(20):
+            shared_logps.keep("digest", values)
+
+    with ThreadPoolExecutor(2) as pool:
+        writing = [pool.submit(write, number) for number in range(2)]
+        while not all(future.done() for future in writing):
+            found = shared_logps.take("digest", len(values))
+            assert found is not None
+            assert np.array_equal(found, values)
+    assert all(future.result() is None for future in writing)
+    assert [path.name for path in cache.iterdir()] == ["digest.logps"]
+    assert shared_logps.take("digest", len(values) - 1) is None
+    assert shared_logps.take("another", len(values)) is None
