@@ -10,7 +10,6 @@ from penstock.engine.config import SAMPLED
 from penstock.engine.forecast.costs import Calibration, Conditions
 from penstock.engine.forecast.extrapolate import (
     estimate,
-    estimate_completions,
     estimate_evaluation,
     estimate_samples,
     num_ops,
@@ -222,7 +221,7 @@ def _generations(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any
     if train.objective not in SAMPLED:
         return None
     full = num_ops(plan) <= WHOLE_OPS
-    steps = config.num_iterations * config.steps_per_generation
+    steps = task.steps_per_generation
     prompts = train.global_batch_size * config.steps_per_generation // config.num_generations
     logps_s = config.steps_per_generation * estimate_evaluation(plan, on, full=full) if steps > 1 else 0.0
     return {
@@ -232,9 +231,7 @@ def _generations(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any
         "at_once": min(prompts, plan.problem.samples.prompts) if plan.problem.samples else prompts,
         "completions": config.num_generations,
         "tokens": config.max_completion_length,
-        "sampling_s": estimate_completions(
-            plan, on, prompts=prompts, new_tokens=config.max_completion_length, full=full
-        ),
+        "sampling_s": task.generation_s(plan, on, full=full),
         "logps_s": logps_s,
     }
 
@@ -301,9 +298,11 @@ def _reason(result: SearchResult, name: str, word: Callable[[Any], str]) -> str:
     best: dict[Any, float] = {}
     for c in result.tried:
         value = value_of(c.chunk_tokens, c.choice)
-        best[value] = min(c.step_s, best.get(value, c.step_s))
+        best[value] = min(c.whole_s, best.get(value, c.whole_s))
     mine = value_of(result.best.chunk_tokens, result.best.choice)
-    others = sorted((seconds / result.best.step_s - 1, word(value)) for value, seconds in best.items() if value != mine)
+    others = sorted(
+        (seconds / result.best.whole_s - 1, word(value)) for value, seconds in best.items() if value != mine
+    )
     compared = [f"{other} {'the same' if slower < 5e-4 else f'{slower:+.1%} time'}" for slower, other in others]
     refused = {value_of(chunk, choice) for chunk, choice, _ in result.refused} - best.keys()
     compared += sorted(f"{word(value)} does not fit" for value in refused)

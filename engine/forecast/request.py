@@ -10,6 +10,7 @@ from typing import Any
 from penstock.engine.config import PART_STEP, SAMPLED, Recipe, parse_bytes
 from penstock.engine.forecast.choices import chunk_options
 from penstock.engine.forecast.costs import Calibration, Conditions
+from penstock.engine.forecast.extrapolate import estimate_completions
 from penstock.engine.forecast.least import MemoryTier, NoPlanError, helps, least, why_not
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
@@ -30,7 +31,7 @@ from penstock.engine.objectives.base import find_objective
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.groups import lr_factors
 from penstock.engine.plan.plan import Filled, Plan
-from penstock.engine.plan.planner import make_plan
+from penstock.engine.plan.planner import make_plan, sample_spaces
 from penstock.engine.plan.problem import (
     DTYPE_BYTES,
     FP32,
@@ -88,6 +89,8 @@ class PlanRequest:
     """Tokens of the longest prompt that is completed; None: what a row leaves."""
     reference_rows: int | None = None
     """Of answers that the reference model reads before training; None: not known yet."""
+    place: SampleSpace | None = None
+    """Where completions are sampled, and how many at once; None: the planner chooses."""
 
     def __post_init__(self) -> None:
         lr_factors(self.recipe.train, depths(self.spec), self.spec.frozen_params)  # before anything is made
@@ -160,6 +163,8 @@ class PlanRequest:
     @property
     def samples(self) -> SampleSpace | None:
         """What the samples need room for; None where the recipe asks for none."""
+        if self.place is not None:
+            return self.place
         recipe, wanted, lengths = self.recipe, self.recipe.samples, tuple[int, ...]()
         if wanted.every is not None:
             tokens = most_prompt_tokens(wanted) if self.prompt_tokens is None else self.prompt_tokens
@@ -211,11 +216,42 @@ class PlanRequest:
     ) -> SearchResult:
         """engine.forecast.search.search of this model, recipe and budgets. Raises BudgetError where no plan fits: how
         much would do, and what of the recipe to lower instead."""
-        try:
-            on = Conditions(machine, calibration, documents, filled)
-            return search(self.problem, self.chunks, on, known=known, only=only, before=before, rough=rough)
-        except NoPlanError as error:
-            raise self._explained(error) from None
+        on = Conditions(machine, calibration, documents, filled)
+        for task in self._placed():
+            try:
+                return search(
+                    task.problem,
+                    self.chunks,
+                    on,
+                    known=known,
+                    only=only,
+                    before=before,
+                    rough=rough,
+                    beside=lambda plan: self.generation_s(plan, on) / self.steps_per_generation,
+                )
+            except NoPlanError as error:
+                refusal = error
+        raise self._explained(refusal) from None
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Steps that are trained on the same completions."""
+        return self.recipe.grpo.num_iterations * self.recipe.grpo.steps_per_generation
+
+    def generation_s(self, plan: Plan, on: Conditions, *, full: bool = False) -> float:
+        """Seconds in which completions are sampled, if each has all tokens that it may have."""
+        if self.recipe.train.objective not in SAMPLED:
+            return 0.0
+        grpo = self.recipe.grpo
+        prompts = self.recipe.train.global_batch_size * grpo.steps_per_generation // grpo.num_generations
+        return estimate_completions(plan, on, prompts=prompts, new_tokens=grpo.max_completion_length, full=full)
+
+    def _placed(self) -> list[PlanRequest]:
+        """The same with each place for completions, the best first: more time goes to them than to steps."""
+        space = self.samples
+        if space is None or not space.prompts:
+            return [self]
+        return [replace(self, place=place) for place in sample_spaces(self.problem(self.chunks[-1]), space)]
 
     def settled(self) -> PlanRequest:
         """The same with each budget of "least" in bytes, the GPU's first. Raises BudgetError where no plan fits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,10 +48,17 @@ class Candidate:
     choice: PlanOptions
     plan: Plan
     simulation: Simulation
+    beside_s: float = 0.0
+    """Seconds beside the steps for each of them."""
 
     @property
     def step_s(self) -> float:
         return self.simulation.step_s
+
+    @property
+    def whole_s(self) -> float:
+        """Of a step with what is done beside it."""
+        return self.step_s + self.beside_s
 
 
 @dataclass(slots=True)
@@ -70,7 +77,7 @@ class SearchResult:
     def far(self) -> set[tuple[int, PlanOptions]]:
         """Combinations that another is ahead of on every lane: other times of the ops make none of them the best."""
         ahead: list[Candidate] = []
-        for candidate in sorted(self.tried, key=lambda c: c.step_s):
+        for candidate in sorted(self.tried, key=lambda c: c.whole_s):
             if not any(_ahead(other, candidate) for other in ahead):
                 ahead.append(candidate)
         near = {id(candidate) for candidate in ahead}
@@ -79,6 +86,8 @@ class SearchResult:
 
 def _ahead(one: Candidate, other: Candidate) -> bool:
     """Whether `one`, whose step is no longer, keeps no lane busy for longer than `other`."""
+    if one.beside_s > other.beside_s:
+        return False
     busy = one.simulation.busy_s
     return all(seconds <= other.simulation.busy_s[lane] * (1 + 1e-9) for lane, seconds in busy.items())
 
@@ -88,11 +97,12 @@ class _Search:
     problem_at: ProblemAt
     on: Conditions
     rough: bool
+    beside: Callable[[Plan], float]
     tried: list[Candidate] = field(default_factory=list)
     refused: list[tuple[int, PlanOptions, BudgetError]] = field(default_factory=list)
     problems: dict[int, PlanInput] = field(default_factory=dict)
     seen: dict[tuple[int, PlanOptions], Candidate | None] = field(default_factory=dict)
-    simulated: dict[tuple[Any, ...], Simulation] = field(default_factory=dict)
+    simulated: dict[tuple[Any, ...], tuple[Simulation, float]] = field(default_factory=dict)
 
     def problem(self, chunk: int) -> PlanInput:
         if chunk not in self.problems:
@@ -118,8 +128,8 @@ class _Search:
         """Simulate a plan, unless one that runs the same schedule has been."""
         key = decisions(plan)
         if key not in self.simulated:
-            self.simulated[key] = estimate(plan, self.on, settled=not self.rough)
-        self.tried.append(candidate := Candidate(chunk, plan.choice, plan, self.simulated[key]))
+            self.simulated[key] = estimate(plan, self.on, settled=not self.rough), self.beside(plan)
+        self.tried.append(candidate := Candidate(chunk, plan.choice, plan, *self.simulated[key]))
         return candidate
 
     def everything(self, chunk: int, values: dict[str, list[Any]], before: SearchResult | None) -> None:
@@ -157,14 +167,14 @@ class _Search:
         """Change one thing at a time, as long as that helps."""
         best, improved = start, True
         while improved:
-            before = promised_s(best.step_s)
+            before = promised_s(best.whole_s)
             for name, value in self._moves(best, chunks):
                 chunk = value if name == "chunk_tokens" else best.chunk_tokens
                 choice = best.choice if name == "chunk_tokens" else replace(best.choice, **{name: value})
                 other = self.attempt(chunk, choice)
                 if other is not None and rank(other) < rank(best):
                     best = other
-            improved = promised_s(best.step_s) < before * (1 - WORTH_A_PASS)
+            improved = promised_s(best.whole_s) < before * (1 - WORTH_A_PASS)
 
     def _moves(self, best: Candidate, chunks: list[int]) -> list[tuple[str, Any]]:
         values = dimensions(best.plan.problem, best.plan.window_chunks)
@@ -181,7 +191,7 @@ def promised_s(step_s: float) -> float:
 
 def rank(candidate: Candidate) -> tuple[float, int, float]:
     """Faster first; of equals the one that writes less to the drives, which wear."""
-    return promised_s(candidate.step_s), candidate.simulation.bytes["nvme_write"], candidate.step_s
+    return promised_s(candidate.whole_s), candidate.simulation.bytes["nvme_write"], candidate.whole_s
 
 
 def sparing(tried: Sequence[Candidate]) -> Candidate:
@@ -192,7 +202,7 @@ def sparing(tried: Sequence[Candidate]) -> Candidate:
         near = [
             c
             for c in tried
-            if c.step_s <= fastest.step_s * (1 + WEAR_GAIN) and 2 * c.simulation.bytes["nvme_write"] <= written
+            if c.whole_s <= fastest.whole_s * (1 + WEAR_GAIN) and 2 * c.simulation.bytes["nvme_write"] <= written
         ]
         if not written or not near:
             return best
@@ -216,15 +226,17 @@ def search(
     only: tuple[int, PlanOptions] | None = None,
     before: SearchResult | None = None,
     rough: bool = False,
+    beside: Callable[[Plan], float] = lambda plan: 0.0,
 ) -> SearchResult:
-    """The plan with the shortest step. Raises NoPlanError, that of the combination which lacks least, where none fits.
+    """The plan with the shortest step, where that counts with the seconds `beside` it. Raises NoPlanError, that of the
+    combination which lacks least, where none fits.
 
     Small steps are searched exhaustively, large ones by changing one choice at a time from the best chunk length.
     `known`: a combination that is kept unless another is faster by SWITCH_GAIN; `only`: one that is taken if it fits,
     whatever its speed; `before`: a search with other times, which says what need not be tried again (SearchResult.far);
     `rough`: in half the time, as another search with measured times follows (simulate's `settled`).
     """
-    hunt = _Search(problem_at, on, rough)
+    hunt = _Search(problem_at, on, rough, beside)
     lengths = list(chunks)
     if only is not None and (taken := hunt.attempt(*only)) is not None:
         return SearchResult(taken, hunt.tried, hunt.refused)
@@ -255,6 +267,6 @@ def search(
     best = sparing(hunt.tried)
     if known is not None and known[0] in lengths:
         cached = hunt.attempt(*known)
-        if cached is not None and best.step_s > cached.step_s * (1 - SWITCH_GAIN):
+        if cached is not None and best.whole_s > cached.whole_s * (1 - SWITCH_GAIN):
             best = cached
     return SearchResult(best, hunt.tried, hunt.refused)
