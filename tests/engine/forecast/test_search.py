@@ -20,8 +20,8 @@ from penstock.engine.forecast.least import why_not
 from penstock.engine.forecast.search import Candidate, SearchResult, decisions, promised_s, search, sparing
 from penstock.engine.forecast.simulate import simulate
 from penstock.engine.machine.profile import AttentionRate, Drive, Machine
-from penstock.engine.plan.planner import make_plan
-from penstock.engine.plan.problem import PlanInput, PlanOptions
+from penstock.engine.plan.planner import make_plan, sample_spaces
+from penstock.engine.plan.problem import PlanInput, PlanOptions, SampleSpace
 from penstock.storage.files.errors import BudgetError
 
 TIGHT: dict[str, Any] = {"gpu_budget": 500_000, "ram_budget": 600_000}
@@ -235,3 +235,43 @@ def test_a_plan_that_writes_half_as_much_is_taken_where_it_is_nearly_as_fast(tig
     assert sparing([fast, near, slow, little]) is little
     assert sparing([fast, candidate(1.01, 60)]) is fast, "not half of it"
     assert sparing([candidate(1.0, 0), near]).step_s == 1.0
+
+
+def test_what_is_done_beside_a_step_counts() -> None:
+    """The plan that keeps weights on the compute device wins where passes beside the step read them again and again."""
+    shape = problem(layers=4, micro_batches=2, row_tokens=80, gpu_budget=600_000, ram_budget=1_500_000)
+
+    def resident(plan: Any) -> int:
+        return sum(buffer.weights == "gpu" for buffer in plan.buffers.values())
+
+    def beside(plan: Any) -> float:
+        return 1e3 * (len(plan.buffers) - resident(plan))
+
+    alone, with_more = found(shape, ROUND), found(shape, ROUND, beside=beside)
+    assert resident(with_more.plan) == max(resident(c.plan) for c in with_more.tried) > resident(alone.plan)
+    assert with_more.best.whole_s == with_more.best.step_s + beside(with_more.plan)
+    assert alone.best.whole_s == alone.best.step_s
+
+
+def test_completions_lie_where_fewest_bytes_move_for_a_token() -> None:
+    shape = problem(layers=2, gpu_budget=10**7)
+    weights = sum(buffer.nbytes for buffer in shape.buffers)
+    space = SampleSpace(prompts=5, copies=4, prompt_tokens=30, new_tokens=20, shared=True, keeps=True, vocabulary=9)
+    assert (space.rows, space.sequences) == (5 * (30 + 4 * 20), 20)
+    assert replace(space, shared=False).rows == 5 * 4 * 50
+    assert [some.prompts for some in space.some] == [5, 3, 2, 1]
+    kept = sum(block.kv_bytes_per_token for block in shape.blocks if block.attends)
+
+    def first(**changes: Any) -> tuple[int, str | None]:
+        chosen = sample_spaces(shape, replace(space, **changes))[0]
+        return chosen.prompts, chosen.tier
+
+    assert first() == (5, "gpu")
+    many = 2 * shape.gpu_budget // kept // 5
+    assert many * 5 * kept > weights, "keys and values are more than the weights"
+    assert first(prompt_tokens=many)[1] == "gpu"
+    assert first(prompt_tokens=many)[0] < 5
+    few = weights // kept // 10
+    tight = replace(shape, gpu_budget=2 * few * kept)
+    best = sample_spaces(tight, replace(space, prompt_tokens=few, new_tokens=1))[0]
+    assert (best.prompts, best.tier) == (5, "ram")
