@@ -44,7 +44,7 @@ class NewTokens:
     written: Tensor
     """int64 [n], on the compute device: the row of each token's keys and values."""
     single: Tensor
-    """int64 [5, s], on the compute device: of each row of one token its place in the stream, position, and Place."""
+    """int64 [6, s], on the compute device: of each row of one token its place in the stream, position, and Place."""
     keys_at_once: int
     """Of single queries, that are in float32."""
 
@@ -52,7 +52,7 @@ class NewTokens:
         """Those of one row."""
         row, before = self.rows[number], self.rows[:number]
         first, singles = sum(len(one.ids) for one in before), sum(len(one.ids) == 1 for one in before)
-        single = self.single[:, singles : singles + (len(row.ids) == 1)] - self.single.new_tensor([[first], *[[0]] * 4])
+        single = self.single[:, singles : singles + (len(row.ids) == 1)] - self.single.new_tensor([[first], *[[0]] * 5])
         written = self.written[first : first + len(row.ids)]
         return NewTokens([row], [self.places[number]], written, single, self.keys_at_once)
 
@@ -76,12 +76,12 @@ def rows_handler(new: NewTokens, cached: KeysValues, chunk: int | None) -> Handl
         for some in _groups(seen, new.keys_at_once):
             at, ((row, place), *others) = new.single[0, some], singles[some]
             step = max(1, new.keys_at_once // (1 + len(others)))
-            ranges = place.ranges(row.end - seen[some.start], row.end)
-            if others or len(ranges) > 1:
+            if others or place.copies > 1:
                 rows, there = _keys(new.single[1:, some], max(seen[some]), call.window, chunk)
                 keys = Keys(rows.split(step, dim=1), there)
             else:
-                keys = Keys([slice(first, min(first + step, ranges[0][1])) for first in range(*ranges[0], step)], None)
+                ((low, end),) = place.ranges(row.end - seen[some.start], row.end)
+                keys = Keys([slice(each, min(each + step, end)) for each in range(low, end, step)], None)
             out.index_copy_(0, at, _single(q.index_select(0, at), cached, keys, call))
         return out
 
@@ -114,15 +114,15 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def _keys(queries: Tensor, count: int, window: int | None, chunk: int | None) -> tuple[Tensor, Tensor]:
-    """(rows int64 [n, count], bool [n, count] whether they are seen) of the keys of queries: `queries` [4, n] are the
+    """(rows int64 [n, count], bool [n, count] whether they are seen) of the keys of queries: `queries` [5, n] are the
     position of each, and Place of its sequence."""
-    position, first, shared, own = queries
+    position, first, shared, which, copies = queries[..., None]
     seen = torch.zeros_like(position) if window is None else (position - (window - 1)).clamp(min=0)
     if chunk is not None:
         seen = torch.maximum(seen, position - position % chunk)
-    keys = seen[:, None] + torch.arange(count, device=position.device)
-    rows = torch.where(keys < shared[:, None], first[:, None] + keys, (own - shared)[:, None] + keys)
-    there = keys <= position[:, None]
+    keys = seen + torch.arange(count, device=position.device)
+    rows = first + torch.where(keys < shared, keys, shared + which + (keys - shared) * copies)
+    there = keys <= position
     return torch.where(there, rows, rows[:, :1]), there
 
 

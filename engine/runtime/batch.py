@@ -93,7 +93,7 @@ class StepData(Batch):
 @dataclass(slots=True)
 class SampleChunk:
     """Rows laid end to end; int64 tensors on the compute device: `ids`, `positions` and `written` [n], `last` and
-    `sequences` [w], `single` [5, s]."""
+    `sequences` [w], `single` [6, s]."""
 
     chunk: Chunk
     """From 0 to n, in the place of one of the plan's chunks."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.attention.chunk import Handler
 from penstock.engine.generate.attend import KeysValues, NewTokens, rows_handler
-from penstock.engine.generate.places import Place
+from penstock.engine.generate.places import Place, merged
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment
 from penstock.engine.runtime.batch import SampleChunk
@@ -51,7 +51,6 @@ class SampleOps:
     def lay_out(self, places: Sequence[Place]) -> None:
         """Sequences with these places from now on; the plan has room for as many, and for their rows."""
         assert len(places) <= self._num_sequences
-        assert all(max(place.first + place.shared, place.own) <= self._num_rows for place in places)
         self._places = places
 
     def forget(self) -> None:
@@ -158,10 +157,11 @@ class SampleOps:
     @handles(a.STORE_SAMPLE_KV)
     def _store(self, op: Op) -> None:
         here, there = self._both_ends(op)
-        for row in itertools.chain.from_iterable(each.rows for each in self._views.samples[op.batch].chunks.values()):
-            for first, end in self._places[row.sequence].ranges(row.start, row.end):
-                for target, source in zip(there, here, strict=True):
-                    self._views.ram.arena.copy(target[first:end], source[first:end])
+        rows = itertools.chain.from_iterable(each.rows for each in self._views.samples[op.batch].chunks.values())
+        new = itertools.chain.from_iterable(self._places[row.sequence].ranges(row.start, row.end) for row in rows)
+        for first, end in merged(sorted(new)):
+            for target, source in zip(there, here, strict=True):
+                self._views.ram.arena.copy(target[first:end], source[first:end])
 
     def _both_ends(self, op: Op) -> tuple[KeysValues, KeysValues]:
         """(on the compute device, in RAM): keys and values of the op's layer."""
