@@ -72,7 +72,7 @@ def _attends(spec: ModelSpec, plan: Plan) -> list[Attends]:
             total=total if shape.chunk is None else min(total, shape.chunk + chunk),
             window=shape.window,
             softcap=shape.softcap,
-            pieces=plan.streamed,
+            pieces=plan.streamed or plan.problem.scores,
         )
         for shape in shapes
     )

@@ -115,7 +115,7 @@ class Forward:
         """Of models whose rotary tables depend on the length: those that each sequence's keys were turned by."""
         space = on.plan.problem.samples
         self._cached = space is not None and space.tier != "nowhere"
-        self._places = lay_out(lengths, copies, new_tokens, share=on.spec.shares_beginnings)
+        self._places = lay_out(lengths, copies, new_tokens, share=on.spec.takes_prefixes)
         on.runtime.drop_tokens()
         on.runtime.sample_ops.lay_out(self._places)
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.engine import passes, preparing
+from penstock.engine.attention.spans import Documents, Prefix
 from penstock.engine.computing import Computing
 from penstock.engine.config import AdapterConfig
 from penstock.engine.forecast.problem import block_shapes, whole_buffers
@@ -61,6 +62,8 @@ _ROWS = ((61, 35), (30, 28, 38))
 behind one."""
 _LONG_ROWS = ((96,), (96,))
 """For models which carry state: whole documents only."""
+_PREFIX = 16
+"""Tokens of a document from which another goes on, as a pair's second answer does from its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ def check_model(
     frozen_format: str = "compute",
 ) -> CheckResult:
     """Stream a shrunk copy of the model of `config` and compare loss and gradients with plain transformers (float32).
+    Where the model can, a document goes on from the beginning of another, as a pair's second answer from the prompt.
 
     With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it. With
     `router_aux_loss`, or where the config switches it on (TrainConfig), a mixture of experts balances its routers. With
@@ -191,6 +195,9 @@ def _compare(
         [torch.randint(spec.vocab_size, (length,), generator=generator) for length in row]
         for row in (_LONG_ROWS if spec.whole_documents else _ROWS)
     ]
+    shares = spec.takes_prefixes and not aux
+    if shares:  # with the token behind, which the last one of the prefix predicts
+        rows[-1][-1][: _PREFIX + 1] = rows[-1][0][: _PREFIX + 1]
     if dtype == torch.float64:
         small = copy.deepcopy(small)
         small._experts_implementation = "eager"  # the others compute in at most float32
@@ -216,6 +223,8 @@ def _compare(
     with refused("streaming fails"):
         runner = ModelRunner(spec, device=device, dtype=dtype, constants=constants, router_aux_loss=aux)
         batch = [MicroBatch.of(row, _reward_labels(small, row) if is_reward(small) else None) for row in rows]
+        if shares:
+            batch[-1] = _sharing(batch[-1])
         if dtype == torch.float32:
             loss, grads = streamed_gradients(runner, given, batch, chunk_tokens, pieces)
         else:  # by the step in plain words, which any dtype has
@@ -232,6 +241,22 @@ def _compare(
         found = _errors(grads, loss, there, there_loss)
         errors = {name: max(0.0, error - _KERNELS_DIFFER * noise[name]) for name, error in found.items()}
     return {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
+
+
+def _sharing(stream: MicroBatch) -> MicroBatch:
+    """Whose last document goes on from the first one, with which it begins: what is predicted there counts twice."""
+    start = stream.documents[-1]
+    kept = torch.cat([torch.arange(start), torch.arange(start + _PREFIX, len(stream.ids))])
+    weights = torch.ones(len(kept))
+    weights[:_PREFIX] = 2
+    return replace(
+        stream,
+        **{name: getattr(stream, name)[kept] for name in ("ids", "labels", "positions")},
+        documents=Documents(stream.documents, [Prefix(start, 0, _PREFIX)]),
+        lengths=[*stream.lengths[:-1], stream.lengths[-1] - _PREFIX],
+        weights=weights,
+        filled=len(kept),
+    )
 
 
 def _reward_labels(config: PretrainedConfig, row: Sequence[Tensor]) -> list[Tensor]:

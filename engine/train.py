@@ -88,7 +88,11 @@ def train_step(session: Session) -> StepMetrics:
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         measured=data.known | data.found.metrics,
-        model_flops=model_flops(session.spec, [n for m in data.micro_batches for n in m.lengths]),
+        model_flops=model_flops(
+            session.spec,
+            [n for m in data.micro_batches for n in m.lengths],
+            [each for m in data.micro_batches for each in m.continued],
+        ),
         nvme_read_bytes=nvme_read,
         nvme_written_bytes=nvme_written,
     )

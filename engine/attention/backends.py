@@ -51,7 +51,8 @@ class Operands:
     start: int = 0
     key_start: int = 0
     documents: Sequence[int] = (0,)
-    """Sorted starts of the stream's documents, the first is 0; queries see only keys of their own document."""
+    """Sorted starts of the stream's documents, the first is 0; queries see only keys of their own document, and of its
+    prefix where it has one (`spans.Documents`)."""
     both_ways: Sequence[tuple[int, int]] = ()
     """Ranges of the stream whose tokens see the later ones of theirs too; all of a range is in one chunk."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from penstock.engine.attention.select import Attends as Attends
 from penstock.engine.attention.select import attention_report as attention_report
 from penstock.engine.attention.select import launches
 from penstock.engine.attention.select import prepare as prepare
+from penstock.engine.attention.spans import prefix_spans
 from penstock.engine.attention.spans import split_documents as split_documents
 from penstock.engine.attention.workspace import workspace_bytes as workspace_bytes
 from penstock.storage.files.errors import UserError
@@ -48,8 +49,9 @@ class AttentionState:
     reads rows before them of the same document. `dk`, `dv`: the same shapes in float32, zeroed by the caller before
     the last chunk's backward; None in forward. `out` [n, heads, v_dim] (compute dtype) and `lse` [heads, n] (float32)
     with n = end - start: forward fills them, backward reads them. `documents`: sorted starts of the stream's documents,
-    the first is 0; tokens see only their own document. `both_ways`: ranges of the stream, each within one chunk, whose
-    tokens see the later ones of theirs too, as those of an image do in some models.
+    the first is 0; tokens see only their own document, and of an earlier one the prefix from which it goes on
+    (`spans.Documents`). `both_ways`: ranges of the stream, each within one chunk, whose tokens see the later ones of
+    theirs too, as those of an image do in some models.
     """
 
     k: Tensor
@@ -159,22 +161,28 @@ COUNTS = Counts()
 
 
 def attend(x: Operands) -> tuple[Tensor, Tensor]:
-    """Attention of the queries over these keys and no others: causal but for `x.both_ways`, within their documents and
-    `x.call.window`.
+    """Attention of the queries over these keys and no others: causal but for `x.both_ways`, within their documents,
+    these documents' prefixes and `x.call.window`.
 
     Any range of keys: the queries' own, earlier ones, both, later ones. Sinks are left to `finish`. Returns out
     [n, heads, v_dim] in q's dtype and lse [heads, n] in float32 (float64 for float64); a row that sees none of these
     keys has out 0 and lse -inf.
     """
-    if x.both_ways:
-        out, lse = attend(replace(x, both_ways=()))
-        total, total_lse = out.to(work_dtype(out.dtype)), lse.contiguous()
-        for rows, _, ahead in _ahead(x):
-            other, other_lse = attend(ahead)
-            merged, merged_lse = total[rows], total_lse[:, rows].contiguous()
-            merge_(merged, merged_lse, other.flip(0), other_lse.flip(1))
-            total_lse[:, rows] = merged_lse
-        return total.to(out.dtype), total_lse
+    out, lse = _attend_causal(x)
+    total = out
+    for part in _beyond(x):
+        total, lse = total.to(work_dtype(out.dtype)), lse.contiguous()
+        other, other_lse = _attend_causal(part.operands)
+        if part.reverse:
+            other, other_lse = other.flip(0), other_lse.flip(1)
+        merged, merged_lse = total[part.rows], lse[:, part.rows].contiguous()
+        merge_(merged, merged_lse, other, other_lse)
+        lse[:, part.rows] = merged_lse
+    return total.to(out.dtype), lse
+
+
+def _attend_causal(x: Operands) -> tuple[Tensor, Tensor]:
+    """`attend`, of what is causal within a document."""
     result: tuple[Tensor, Tensor] | None = None
     for rows, out, lse in _forward(x):
         if rows == slice(0, x.q.shape[0]):
@@ -184,16 +192,32 @@ def attend(x: Operands) -> tuple[Tensor, Tensor]:
     return result or _nothing_seen(x)
 
 
-def _ahead(x: Operands) -> Iterator[tuple[slice, slice, Operands]]:
-    """(rows, keys, both in reverse order) of what the queries see of later keys: all but the last token of a range see
-    those behind them, which in reverse order is causal. A window hides none of them."""
+class _Beyond(NamedTuple):
+    """Queries and keys that they see beside what is causal within a document."""
+
+    rows: slice
+    keys: slice
+    operands: Operands
+    """These, as something causal."""
+    reverse: bool
+    """Whether they are in reverse order there."""
+
+
+def _beyond(x: Operands) -> Iterator[_Beyond]:
+    """What the queries see of their documents' prefixes. And what they see of later keys: all but the last token of a
+    range see those behind them, which in reverse order is causal; a window hides none of them."""
     queries, keys = (x.start, x.start + x.q.shape[0]), (x.key_start, x.key_start + x.k.shape[0])
+    for span in prefix_spans(*queries, *keys, x.documents):
+        rows, seen = slice(span.q0 - x.start, span.q1 - x.start), slice(span.k0 - x.key_start, span.k1 - x.key_start)
+        behind = Operands(x.q[rows], x.k[seen], x.v[seen], x.call, span.q0 - span.shift, span.k0)
+        yield _Beyond(rows, seen, behind, reverse=False)
     for first, end in x.both_ways:
         if end - first > 1 and all(begin <= first and end <= stop for begin, stop in (queries, keys)):
             rows = slice(first - x.start, end - 1 - x.start)
             later = slice(first + 1 - x.key_start, end - x.key_start)
             call = replace(x.call, window=None, sinks=None)
-            yield rows, later, Operands(x.q[rows].flip(0), x.k[later].flip(0), x.v[later].flip(0), call)
+            ahead = Operands(x.q[rows].flip(0), x.k[later].flip(0), x.v[later].flip(0), call)
+            yield _Beyond(rows, later, ahead, reverse=True)
 
 
 def _nothing_seen(x: Operands) -> tuple[Tensor, Tensor]:
@@ -212,12 +236,21 @@ def finish(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tens
 def attend_backward(x: Operands, given: Gradients, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Add to dq [n, heads, qk_dim], dk, dv [m, kv_heads, dim] (float32; float64) what `attend`'s rectangle contributes.
     `given` is of the finished attention over all keys."""
-    for rows, keys, ahead in _ahead(x):
-        behind = Gradients(given.dout[rows].flip(0), given.out[rows].flip(0), given.lse[:, rows].flip(1))
-        sums = [torch.zeros_like(part) for part in (dq[rows], dk[keys], dv[keys])]
-        attend_backward(ahead, behind, *sums)
-        for part, total in zip((dq[rows], dk[keys], dv[keys]), sums, strict=True):
+    for rows, keys, operands, reverse in _beyond(x):
+        sums, of_rows = (dq[rows], dk[keys], dv[keys]), given.of(rows)
+        if not reverse:
+            _add_causal(operands, of_rows, *sums)
+            continue
+        flipped = Gradients(of_rows.dout.flip(0), of_rows.out.flip(0), of_rows.lse.flip(1))
+        reversed_sums = [torch.zeros_like(part) for part in sums]
+        _add_causal(operands, flipped, *reversed_sums)
+        for part, total in zip(sums, reversed_sums, strict=True):
             part.add_(total.flip(0))
+    _add_causal(x, given, dq, dk, dv)
+
+
+def _add_causal(x: Operands, given: Gradients, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """`attend_backward`, of what is causal within a document."""
     for rows, parts in _backward(x, given, dk, dv):
         for part in parts:
             dq[rows].add_(part)
@@ -251,10 +284,12 @@ def _backward(x: Operands, given: Gradients, dk: Tensor, dv: Tensor) -> Iterator
 
 
 def _chunk_forward(state: AttentionState, q: Tensor, call: AttentionCall) -> None:
-    if state.both_ways:
-        forward_in_pieces(state, q, call, [(0, state.end)])
+    x = state.operands(q, call)
+    if any(_beyond(x)):
+        for saved, finished in zip((state.out, state.lse), finish(*attend(x), call.sinks), strict=True):
+            saved.copy_(finished)
         return
-    for rows, part_out, part_lse in _forward(state.operands(q, call)):
+    for rows, part_out, part_lse in _forward(x):
         out, lse = finish(part_out, part_lse, call.sinks)
         state.out[rows].copy_(out)
         state.lse[:, rows].copy_(lse)
@@ -264,11 +299,12 @@ def _chunk_backward(
     state: AttentionState, dout: Tensor, q: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv of the chunk itself (q's dtype) and of the sinks, for dout [n, heads, v_dim]; adds to the windows."""
-    if state.both_ways:
+    x = state.operands(q, call)
+    if any(_beyond(x)):
         return backward_in_pieces(state, dout, q, call, [(0, state.end)])
     given, (dk, dv) = Gradients(dout, state.out, state.lse), state.sums
     dq = torch.empty_like(q)
-    for rows, parts in _backward(state.operands(q, call), given, dk[: state.end], dv[: state.end]):
+    for rows, parts in _backward(x, given, dk[: state.end], dv[: state.end]):
         total = next(parts)
         for part in parts:
             total = total.to(dk.dtype).add_(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.engine.attention.spans import spans, split_documents
+from penstock.engine.attention.spans import prefix_spans, spans, split_documents
 
 
 def visible_pairs(length: int, window: int | None, span: int | None) -> int:
@@ -25,7 +25,9 @@ def chunk_pairs(
     the first 0. `keys`: only keys of this range; None: all."""
     if span is not None:
         documents = split_documents(documents, end, span)
-    return sum(part.call.geometry.pairs for part in spans(start, end, *(keys or (0, end)), documents, window))
+    rectangle = start, end, *(keys or (0, end)), documents
+    parts = [*spans(*rectangle, window), *(part for one in prefix_spans(*rectangle) for part in one.parts(window))]
+    return sum(part.call.geometry.pairs for part in parts)
 
 
 def _triangle(length: int) -> int:

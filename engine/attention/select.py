@@ -187,7 +187,7 @@ class Attends:
     window: int | None = None
     softcap: float | None = None
     pieces: bool = False
-    """Keys come in pieces as long as a chunk."""
+    """Keys also come without the queries' own: as long as a chunk where they are streamed, or a document's prefix."""
 
     def cases(self) -> Iterator[_Case]:
         """Problems of every kind that there can be, of lengths the extremes: own keys, as many earlier ones, and

@@ -1,16 +1,17 @@
 """Which keys a chunk's queries see, cut into what attention kernels can compute.
 
 Positions count from the start of the stream. A `Span` is the part of a key range that the queries of one document see;
-`spans` cuts any rectangle of queries and keys into them, `cut` turns spans into kernel calls.
+`spans` cuts any rectangle of queries and keys into them, `cut` turns spans into kernel calls. A document that goes on
+from the beginning of an earlier one sees that as well (`prefix_spans`).
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Cut = Literal["whole", "split"]
 """How spans become kernel calls. whole: as they are, several in one call where the kernel takes segments. split: the
@@ -18,6 +19,28 @@ queries' own keys (causal, square) and the earlier keys (all visible) apart, and
 
 SEGMENT_ROWS = 128
 """Rows of a kernel's tile: a segment's own sums begin at a new one."""
+
+
+class Prefix(NamedTuple):
+    """The document of a stream that starts at `document` goes on from tokens first..end of an earlier one: its tokens
+    see those too, as if they lay right before it."""
+
+    document: int
+    first: int
+    end: int
+
+
+class Documents(list[int]):
+    """Sorted starts of a stream's documents, the first is 0; and the prefixes, sorted, of those that have one."""
+
+    def __init__(self, starts: Iterable[int] = (), prefixes: Iterable[Prefix] = ()) -> None:
+        super().__init__(starts)
+        self.prefixes = list(prefixes)
+
+
+def prefixes_of(documents: Sequence[int]) -> Sequence[Prefix]:
+    """Those of a stream's documents; plain starts have none."""
+    return documents.prefixes if isinstance(documents, Documents) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +148,38 @@ def spans(
             if q0 < q1 and k0 < k1:
                 result.append(Span(q0, q1, k0, k1, window if window is not None and q1 - k0 > window else None))
         position = stop
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSpan:
+    """Queries q0..q1 that see keys k0..k1 of their document's prefix."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    shift: int
+    """How many tokens further to the front the queries would be right behind their prefix, from where what a window
+    hides of it is counted."""
+
+    def parts(self, window: int | None) -> list[Span]:
+        """What they see of it, where they would be."""
+        return spans(self.q0 - self.shift, self.q1 - self.shift, self.k0, self.k1, (0,), window)
+
+
+def prefix_spans(start: int, end: int, key_start: int, key_end: int, documents: Sequence[int]) -> list[PrefixSpan]:
+    """What queries start..end may see of keys key_start..key_end as prefixes of their documents, in order."""
+    result = []
+    for prefix in prefixes_of(documents):
+        if prefix.document >= end:
+            break
+        index = bisect_right(documents, prefix.document)
+        stop = documents[index] if index < len(documents) else end
+        q0, q1 = max(prefix.document, start), min(stop, end)
+        k0, k1 = max(prefix.first, key_start), min(prefix.end, key_end)
+        if q0 < q1 and k0 < k1:
+            result.append(PrefixSpan(q0, q1, k0, k1, prefix.document - prefix.end))
     return result
 
 

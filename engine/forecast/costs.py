@@ -73,7 +73,8 @@ class Conditions:
     machine: Machine
     calibration: Calibration | None = None
     documents: Sequence[Sequence[int]] | None = None
-    """Per micro-batch the sorted starts of its documents; None: every row is one."""
+    """Per micro-batch the sorted starts of its documents, with their prefixes (attention/spans.py); None: every row is
+    one."""
     filled: Filled | None = None
     """Per micro-batch its tokens before the padding (plan.filled_chunks); None: there is none."""
 

@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.engine.attention.spans import Documents as OfStream
+from penstock.engine.attention.spans import Prefix, prefixes_of
 from penstock.engine.forecast.costs import Conditions, Costs, representatives
 from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
 from penstock.engine.plan.activations import ACTIVATIONS
@@ -317,9 +319,11 @@ def _joined(plan: Plan, on: Conditions, times: int) -> Conditions:
     joined: list[list[int]] = []
     totals: list[int | None] = []
     for first in range(0, plan.problem.micro_batches, batches):
-        result, total = [], 0
+        result, total = OfStream(), 0
         for of_one, end in zip(starts[first : first + batches], ends[first : first + batches], strict=True):
             result += [total + start for start in of_one if start < end]
+            own = (prefix for prefix in prefixes_of(of_one) if prefix.document < end)
+            result.prefixes += [Prefix(*(total + place for place in prefix)) for prefix in own]
             total += end
         joined.append(result or [0])
         totals.append(total)

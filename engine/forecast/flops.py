@@ -83,13 +83,15 @@ def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
     return sum(pair_flops(shape, lengths, 1, 1) for shape in spec.attention)
 
 
-def model_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
-    """FLOPs of forward and backward over documents of these lengths in tokens, padding excluded."""
+def model_flops(spec: ModelSpec, lengths: Iterable[int], continued: Sequence[tuple[int, int]] = ()) -> int:
+    """FLOPs of forward and backward over documents of these lengths in tokens, padding excluded. `continued`: of those
+    that go on from a prefix, tokens of that and of the document (model/tokens.py: MicroBatch.continued)."""
     lengths = list(lengths)
     backward = sum(backward_matmul(spec, index) for index, block in enumerate(spec.blocks) if block.inputs)
     trained = spec.blocks[spec.lowest_trained :]
     attended = (spec.attention[block.layer] for block in trained if block.layer is not None)
-    attention = attention_flops(spec, lengths) + BACKWARD * sum(pair_flops(s, lengths, 1, 1) for s in attended)
+    forward = sum(pair_flops(shape, lengths, 1, 1, continued) for shape in spec.attention)
+    attention = forward + BACKWARD * sum(pair_flops(s, lengths, 1, 1, continued) for s in attended)
     return sum(lengths) * (matmul_flops(spec) + backward) + attention
 
 
@@ -110,8 +112,15 @@ class StepFlops:
         return self.layer_matmul + self.head_matmul + self.attention_forward + self.attention_backward
 
 
-def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int], filled: Filled | None = None) -> StepFlops:
-    """FLOPs that a step of `plan` carries out over documents of these lengths in tokens.
+def executed_flops(
+    spec: ModelSpec,
+    plan: Plan,
+    lengths: Iterable[int],
+    filled: Filled | None = None,
+    continued: Sequence[tuple[int, int]] = (),
+) -> StepFlops:
+    """FLOPs that a step of `plan` carries out over documents of these lengths in tokens; `continued` as for
+    `model_flops`.
 
     The layers compute padding too, but for that behind a micro-batch's `filled` tokens. Backward computes a layer's
     matrix products again, except the one whose output nobody reads (ModelSpec.unread), and none where the chunk's graph
@@ -133,8 +142,8 @@ def executed_flops(spec: ModelSpec, plan: Plan, lengths: Iterable[int], filled: 
             layer_matmul += count * (once + backward_matmul(spec, index) + extra)
             if not below and (index, plan.index_in_group(chunk)) not in plan.saved_graphs:
                 layer_matmul += count * again
-        forward += passes * pair_flops(shape, lengths, 1, 1)
-        backward += 0 if below else pair_flops(shape, lengths, 3, 2)
+        forward += passes * pair_flops(shape, lengths, 1, 1, continued)
+        backward += 0 if below else pair_flops(shape, lengths, 3, 2, continued)
     last = len(spec.blocks) - 1
     head = sum(lengths) * (block_matmul(spec, spec.blocks[last]) + backward_matmul(spec, last))
     return StepFlops(layer_matmul, head, forward, backward)
@@ -152,9 +161,19 @@ def projection_matmul(spec: ModelSpec, shape: AttentionShape | None) -> int:
     return 2 * spec.hidden_size * (shape.heads * shape.qk_dim + shape.kv_heads * (shape.qk_dim + shape.v_dim))
 
 
-def pair_flops(shape: AttentionShape | None, lengths: Sequence[int], qk_products: int, v_products: int) -> int:
+def pair_flops(
+    shape: AttentionShape | None,
+    lengths: Sequence[int],
+    qk_products: int,
+    v_products: int,
+    continued: Sequence[tuple[int, int]] = (),
+) -> int:
     """FLOPs of so many products of the q.k kind and of the p.v kind over all visible pairs of one layer."""
     if shape is None:
         return 0
-    pairs = sum(visible_pairs(length, shape.window, shape.chunk) for length in lengths)
+
+    def seen(length: int) -> int:
+        return visible_pairs(length, shape.window, shape.chunk)
+
+    pairs = sum(map(seen, lengths)) + sum(seen(prefix + own) - seen(prefix) - seen(own) for prefix, own in continued)
     return 2 * shape.heads * (qk_products * shape.qk_dim + v_products * shape.v_dim) * pairs

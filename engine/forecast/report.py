@@ -57,7 +57,9 @@ def forecast(
     step_s = promised_s(simulation.step_s)
     counted = batch is not None and not find_objective(task.recipe).reward_model
     tokens = sum(m.num_targets for m in batch or ()) if counted else sum(lengths)
-    wanted, done = model_flops(task.spec, lengths), executed_flops(task.spec, plan, lengths, on.filled).total
+    continued = [each for m in batch or () for each in m.continued]
+    wanted = model_flops(task.spec, lengths, continued)
+    done = executed_flops(task.spec, plan, lengths, on.filled, continued).total
     peak = None if machine.gpu is None else peak_flops(machine.gpu)
     return plan.to_json() | {
         "fits": True,

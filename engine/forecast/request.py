@@ -179,7 +179,7 @@ class PlanRequest:
                 copies=copies,
                 prompt_tokens=longest,
                 new_tokens=new,
-                shared=self.spec.shares_beginnings,
+                shared=self.spec.takes_prefixes,
             )
         return space if space.rows else None
 

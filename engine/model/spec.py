@@ -191,10 +191,11 @@ class ModelSpec:
         return self.whole_documents or any(self.states)
 
     @property
-    def shares_beginnings(self) -> bool:
-        """Sequences that begin alike may have keys and values of it in common: these are kept, and stay as they are
-        whatever is written behind them."""
-        return not self.recurrent and not self.length_dependent_rotary
+    def takes_prefixes(self) -> bool:
+        """Whether a document can go on from the beginning of an earlier one as from a copy of it: nothing but attention
+        mixes tokens, and what a token sees follows from positions, not from blocks or lengths of its document."""
+        in_blocks = any(shape is not None and shape.chunk is not None for shape in self.attention)
+        return not (self.recurrent or self.length_dependent_rotary or in_blocks)
 
     def state_of(self, layer: int) -> RecurrentState | None:
         return self.states[layer] if self.states else None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.attention.spans import prefixes_of
 from penstock.engine.model.images import Images
 
 IGNORE_LABEL = -100
@@ -97,13 +98,14 @@ class MicroBatch:
     labels: Tensor
     """[T] int64: the document's next token, or -100 where there is none (a document's last token, padding)."""
     positions: Tensor
-    """[T] int64, counted from 0 in every document of the stream."""
+    """[T] int64, counted from 0 in every document of the stream, or from the end of its prefix."""
     documents: list[int]
-    """Sorted stream offsets where a document starts; the first is 0. Padding at the stream's end is one as well."""
+    """Sorted stream offsets where a document starts; the first is 0. Padding at the stream's end is one as well. As
+    `Documents` with the prefixes of those that go on from an earlier one's beginning, which they do not repeat."""
     num_targets: int
     """Labels that are not -100."""
     lengths: list[int]
-    """Tokens of each document, padding excluded."""
+    """Tokens of each document, padding and prefix excluded."""
     weights: Tensor | None = None
     """[T] float32: how much the loss of each label counts, above 0 where there is one; None: 1 for all."""
     filled: int | None = None
@@ -127,6 +129,12 @@ class MicroBatch:
     def num_filled(self) -> int:
         """Tokens of the stream before its padding."""
         return len(self.ids) if self.filled is None else self.filled
+
+    @property
+    def continued(self) -> list[tuple[int, int]]:
+        """Tokens of the prefix, and of the document, of each that has one."""
+        lengths = dict(zip(self.documents, self.lengths, strict=False))
+        return [(prefix.end - prefix.first, lengths[prefix.document]) for prefix in prefixes_of(self.documents)]
 
     @staticmethod
     def of(documents: Sequence[Tokens], labels: Sequence[Tokens] | None = None) -> MicroBatch:

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.engine.attention.spans import prefix_spans
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import Chunk, Plan, offloaded_graph_bytes, stay_in_slots
 from penstock.engine.plan.problem import DKV_SLOTS, KV_SLOTS, BlockShape
@@ -47,7 +48,7 @@ class ActivationSchedule:
         self._stay = False
         """Whether hidden states of a forward without a backward stay in their slots."""
         self._documents: Sequence[Sequence[int]] | None = None
-        """Per micro-batch of the batch being emitted the sorted starts of its documents, where they are known."""
+        """Per micro-batch of the batch being emitted its documents, where they are known."""
         self.kv = Slots("gpu.kv", KV_SLOTS)
         self.dkv = Slots("gpu.dkv", DKV_SLOTS)
         self._summed: list[Any] = [None] * plan.window_chunks
@@ -306,18 +307,24 @@ class ActivationSchedule:
     def keys(self, layer: int, chunk: Chunk) -> list[Chunk]:
         """The chunks before `chunk` whose keys some of its queries may see. The order alternates from chunk to chunk,
         so that the last ones of a chunk serve the next one from their slots."""
-        reach = self._plan.blocks[layer].sliding_window
-        if self._documents is not None:
-            starts = self._documents[chunk.micro_batch]
-            first = starts[bisect_right(starts, chunk.start) - 1]  # packed rows lie end to end wherever one ends
-        else:
-            row = self._plan.problem.row_tokens
-            first = chunk.start // row * row  # each row is taken for a document
-        if reach is not None:
-            first = max(first, chunk.start - reach + 1)
-        before = self.streams[chunk.micro_batch][: chunk.local]
-        result = [other for other in before if other.end > first]
+        seen, before = self._seen(layer, chunk), self.streams[chunk.micro_batch][: chunk.local]
+        result = [other for other in before if any(other.start < end and first < other.end for first, end in seen)]
         return result if chunk.local % 2 else result[::-1]
+
+    def _seen(self, layer: int, chunk: Chunk) -> list[tuple[int, int]]:
+        """Ranges of the tokens before a chunk that some of its queries may see."""
+        reach = self._plan.blocks[layer].sliding_window
+        if self._documents is None:
+            row = self._plan.problem.row_tokens
+            documents: Sequence[int] = [0, chunk.start // row * row]  # each row is taken for a document
+        else:
+            documents = self._documents[chunk.micro_batch]  # packed rows lie end to end wherever one ends
+        result = [(documents[bisect_right(documents, chunk.start) - 1], chunk.start, chunk.start)]
+        prefixes = prefix_spans(chunk.start, chunk.end, 0, chunk.start, documents)
+        result += [(span.k0, span.k1, span.q0 - span.shift) for span in prefixes]
+        if reach is not None:
+            result = [(max(first, query - reach + 1), end, query) for first, end, query in result]
+        return [(first, end) for first, end, _ in result if first < end]
 
     def _kv_region(self, layer: int, chunk: Chunk) -> Resource:
         """Where keys and values wait in RAM to be streamed: as saved activations, or in the block's window."""

@@ -19,7 +19,7 @@ from penstock.engine.schedule.kinds import Mode
 Visit = tuple[Mode, int, list[Chunk]]
 """A mode, the index of a block, and the chunks that it computes, in their order."""
 Documents = Sequence[Sequence[int]]
-"""Per micro-batch the sorted starts of its documents."""
+"""Per micro-batch the sorted starts of its documents, with their prefixes (attention/spans.py)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -145,7 +145,7 @@ def test_completions_are_the_same_wherever_their_prompts_lie(tmp_path: Path, mon
     roomy = BudgetConfig(gpu="64MiB", ram="64MiB")
     for number, (shares, budgets) in enumerate([(True, None), (True, roomy), (False, roomy)]):
         with monkeypatch.context() as patch:
-            patch.setattr(ModelSpec, "shares_beginnings", shares)
+            patch.setattr(ModelSpec, "takes_prefixes", shares)
             observer = tiny.Silent()
             run(tmp_path / f"{number}", observer, **({} if budgets is None else {"budgets": budgets}))
         found = Generation.read(tmp_path / f"{number}" / "data" / "generations", 0)

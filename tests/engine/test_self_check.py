@@ -124,8 +124,8 @@ def test_a_mistake_in_float32_alone_is_no_rounding(monkeypatch: pytest.MonkeyPat
 
 
 def test_attention_that_forgets_the_past_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own_part_only(start: int, end: int, *others: Any) -> Any:
-        return [Span(start, end, start, end, None)]
+    def own_part_only(start: int, end: int, key_start: int, key_end: int, *others: Any) -> Any:
+        return [Span(start, end, start, end, None)] if key_start <= start and end <= key_end else []
 
     monkeypatch.setattr(attention_select, "spans", own_part_only)
     monkeypatch.setattr(attention_select, "_launches", {})  # else what other tests have found

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.engine.attention.spans import Documents, Prefix, prefixes_of
+
 
 def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None,
           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
@@ -35,4 +37,19 @@ def causal_band(n: int, m: int, left: int | None = None) -> Tensor:
 def visible_keys(total: int, documents: Sequence[int], window: int | None) -> Tensor:
     """Bool [total, total]: which keys each query of a stream sees."""
     owner = torch.bucketize(torch.arange(total), torch.tensor(documents), right=True)
-    return (owner[:, None] == owner) & causal_band(total, total, None if window is None else window - 1)
+    result = (owner[:, None] == owner) & causal_band(total, total, None if window is None else window - 1)
+    for document, first, end in prefixes_of(documents):
+        for number, query in enumerate((owner == owner[document]).nonzero().flatten().tolist()):
+            before = total if window is None else max(0, window - 1 - number)
+            result[query, max(first, end - before) : end] = True
+    return result
+
+
+def with_prefixes(documents: Sequence[int], chosen: Sequence[tuple[int, int] | None]) -> Documents:
+    """These documents, each going on from an earlier one by `chosen` (which one, how many of its tokens) or not."""
+    prefixes = []
+    for number, choice in enumerate(chosen[: len(documents) - 1], start=1):
+        if choice is not None:
+            first, after = documents[choice[0] % number], documents[choice[0] % number + 1]
+            prefixes.append(Prefix(documents[number], first, first + 1 + choice[1] % (after - first)))
+    return Documents(documents, prefixes)

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
+from penstock.engine.attention.spans import prefixes_of
 from penstock.engine.plan.activations import GRADIENT_OF
 from penstock.engine.plan.plan import Chunk, Plan
 from penstock.engine.schedule import actions as a
@@ -22,7 +23,10 @@ class Replay:
     gradients of keys and values also the queries that have added to them."""
 
     def __init__(
-        self, plan: Plan, documents: list[list[int]], cut: Mapping[tuple[int, int], Sequence[Chunk]] | None = None
+        self,
+        plan: Plan,
+        documents: Sequence[Sequence[int]],
+        cut: Mapping[tuple[int, int], Sequence[Chunk]] | None = None,
     ) -> None:
         """`cut`: (step, batch) -> the chunks that it computes, where those are not all of the plan's."""
         self.plan, self.documents = plan, documents
@@ -303,10 +307,13 @@ class Replay:
         chunks = self._chunks(op)
         chunk = chunks[op.index]
         starts = self.documents[chunk.micro_batch]
+        prefixes = {prefix.document: prefix for prefix in prefixes_of(starts)}
         seen: set[int] = set()
         for query in range(chunk.start, chunk.end):
             document = max(start for start in starts if start <= query)
             seen.update(range(max(document, query - reach + 1), query + 1))
+            if (prefix := prefixes.get(document)) is not None:
+                seen.update(range(max(prefix.first, prefix.end + query - document - reach + 1), prefix.end))
         return {c for c in self._window(op) if seen & set(range(chunks[c].start, chunks[c].end))}
 
     def _layer_backward_top(self, op: Op) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_reference import causal_band, dense, random, visible_keys
+from attention_reference import causal_band, dense, random, visible_keys, with_prefixes
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
@@ -29,6 +29,8 @@ SPANS = st.tuples(PLACES, PLACES)
 SIZES = [(65, 65), (530, 530), (1, 40), (70, 600)]
 KINDS = ["causal", "full", "window", "old keys", "softcap"]
 WIDTHS = itertools.cycle([(16, 16), (24, 16), (16, 24)])
+PREFIXES = st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 60)), max_size=4)
+"""For each document of a stream but the first: which earlier one it goes on from, and how many of its tokens."""
 GRID = [(n, m, case, next(WIDTHS)) for (n, m), case in itertools.product(SIZES, KINDS)]
 
 
@@ -38,7 +40,7 @@ def divided_streams(draw: st.DrawFn) -> dict[str, Any]:
     size = st.sampled_from([1, 7, 63, 64, 65, total])
     return {
         "total": total,
-        "documents": sorted({0, *draw(st.lists(st.integers(0, total - 1), max_size=4))}),
+        "documents": with_prefixes(sorted({0, *draw(st.lists(st.integers(0, total - 1), max_size=4))}), draw(PREFIXES)),
         "chunk": draw(size),
         "key_piece": draw(size),
         "window": draw(st.none() | st.integers(1, 90)),
@@ -190,15 +192,23 @@ def test_short_documents_are_shared_out_among_few_calls(count: int, length: int,
     assert len(calls) == -(-count // most_segments(rows)), "more calls than there need be"
 
 
-@given(st.sets(PLACES), st.none() | st.integers(1, 70), st.booleans(), PLACES, PLACES, st.none() | SPANS)
+@given(st.sets(PLACES), PREFIXES, st.none() | st.integers(1, 70), st.booleans(), PLACES, PLACES, st.none() | SPANS)
 def test_chunk_pairs_are_those_of_the_mask(
-    starts: set[int], reach: int | None, windows: bool, a: int, b: int, keys: tuple[int, int] | None
+    starts: set[int],
+    prefixes: list[tuple[int, int] | None],
+    reach: int | None,
+    windows: bool,
+    a: int,
+    b: int,
+    keys: tuple[int, int] | None,
 ) -> None:
     """Of documents in a stream of 60 tokens, with a window, spans within which alone is attended, or neither."""
     documents = sorted({0, *starts} - {60})
     window, span = (reach, None) if windows else (None, reach)
     ends = [*documents[1:], 60]
     apart = [at for first, last in zip(documents, ends, strict=True) for at in range(first, last, span or 60)]
+    if span is None:
+        apart = documents = with_prefixes(documents, prefixes)
     (start, end), among = sorted((a, b)), (0, 60) if keys is None else (min(keys), max(keys))
     counted = int(visible_keys(60, apart, window)[start:end, slice(*among)].sum())
     assert chunk_pairs(start, end, documents, window, span, None if keys is None else among) == counted

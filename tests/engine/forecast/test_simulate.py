@@ -13,6 +13,7 @@ from samples import cases, sampled
 from small_problems import planned, problem, some_plan
 from some_ops import an_op
 
+from penstock.engine.attention.spans import Documents, Prefix
 from penstock.engine.events import Span
 from penstock.engine.forecast.costs import Conditions, Costs, is_device_local
 from penstock.engine.forecast.extrapolate import FULL_OPS, estimate, estimate_evaluation, num_ops
@@ -219,3 +220,18 @@ def test_padding_that_is_not_computed_is_not_predicted(case: str) -> None:
     assert short.step_s == pytest.approx(less.step_s, rel=0.15)
     evaluation_s = [estimate_evaluation(plan, on, full=True) for on in (unpadded, padded)]
     assert evaluation_s[1] < evaluation_s[0]
+
+
+@pytest.mark.parametrize("case", cases(["streamed", "chunks of two micro-batches"], "chunks of two micro-batches"))
+def test_what_is_seen_of_a_prefix_is_predicted(case: str) -> None:
+    """A micro-batch's second half goes on from its first one, also where micro-batches are simulated as one."""
+    plan = some_plan(*DEEP[case])
+    half = plan.window_tokens // 2
+    apart = Conditions(ROUND, documents=[[0, half]] * plan.problem.micro_batches)
+    shared = Documents([0, half], [Prefix(half, 0, half)])
+    joined = replace(apart, documents=[shared] * plan.problem.micro_batches)
+    less, whole = (estimate(plan, on, full=True) for on in (apart, joined))
+    assert whole.busy_s["compute"] > 1.001 * less.busy_s["compute"]
+    found = [estimate(plan, on).busy_s["compute"] for on in (apart, joined)]
+    more = whole.busy_s["compute"] - less.busy_s["compute"]
+    assert found[1] - found[0] == pytest.approx(more, rel=0.1)

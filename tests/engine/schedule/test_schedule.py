@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from attention_reference import with_prefixes
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sampled
@@ -50,7 +51,8 @@ EVALUATES = {
 GENERATES = {a.VISION_GENERATE, a.EMBED_GENERATE, a.LAYER_GENERATE, *a.BRANCH_GENERATE.values(), a.HEAD_GENERATE}
 validations = st.dictionaries(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3))
 """Step after which a validation is made -> micro-batches of its passes, as far as a step has so many."""
-Documents = list[list[int]]
+PREFIXES = st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 159)), max_size=6)
+"""For each document of a stream but the first: which earlier one it goes on from, and how many of its tokens."""
 fillings = st.lists(st.lists(st.none() | st.integers(0, 160), min_size=5, max_size=5), min_size=2, max_size=2)
 """Of two steps, per micro-batch: its tokens before the padding, in 160ths of its length."""
 
@@ -66,7 +68,7 @@ def small_pieces() -> Iterator[None]:
 def steps_of(
     plan: Plan,
     steps: int = 3,
-    documents: Documents | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
     passes: dict[int, list[int]] | None = None,
     filled: Sequence[list[int | None]] = (),
 ) -> list[Op]:
@@ -277,17 +279,21 @@ def assert_generations(plan: Plan, ops: list[Op], passes: dict[int, list[int]]) 
 
 
 @sampled(75, 400)
-@given(planned(), st.none() | st.lists(st.integers(1, 159), max_size=6), st.none() | fillings, validations)
+@given(planned(), st.none() | st.lists(st.integers(1, 159), max_size=6), PREFIXES, st.none() | fillings, validations)
 def test_every_op_finds_what_it_wants_where_it_looks(
-    plan: Plan, cuts: list[int] | None, shares: list[list[int | None]] | None, passes: dict[int, list[int]]
+    plan: Plan,
+    cuts: list[int] | None,
+    prefixes: list[tuple[int, int] | None],
+    shares: list[list[int | None]] | None,
+    passes: dict[int, list[int]],
 ) -> None:
     """Replays the ops: every slot, region and file holds, when it is read, what the reader wants. Documents that are
-    known may begin anywhere: packed rows lie end to end, and one need not begin at a multiple of a row's length. What
-    begins in the padding has no op, and what it begins in is cut."""
+    known may begin anywhere: packed rows lie end to end, and one need not begin at a multiple of a row's length; they
+    may go on from earlier ones. What begins in the padding has no op, and what it begins in is cut."""
     tokens, micro_batches = plan.window_tokens, plan.problem.micro_batches
     rows = range(0, tokens, plan.problem.row_tokens)
     starts = rows if cuts is None else {0, *(c for c in cuts if c < tokens)}
-    documents = [sorted(starts)] * micro_batches
+    documents = [with_prefixes(sorted(starts), prefixes if cuts else [])] * micro_batches
     whole: list[list[int | None]] = [[None] * micro_batches] * 2
     filled = [[None if s is None else s * tokens // 160 for s in step[:micro_batches]] for step in shares or whole]
     cut = {(step, 0): filled_chunks(plan.chunks, of_step) for step, of_step in enumerate(filled, start=1)}
