@@ -107,6 +107,7 @@ def _make(
     """All of them, by passes that go on behind the last one on record; None where the run is to stop."""
     count = session.loader.corpus.info.num_documents
     header = _of_what(session) | {"plan": _shape(session.plan), "documents": count}
+    header |= {"shares_prompts": session.loader.shares_prompts}
     values = np.full((count, 2), np.nan)
     make_folder(folder, folder.parent)
     done = _on_record(folder / PASSES, header, values)
@@ -204,6 +205,7 @@ def _loader(session: Session, recipe: Recipe, documents: NDArray[np.int64]) -> D
         documents=documents,
         endless=False,
         objective=session.objective,
+        share_prompts=session.loader.shares_prompts,
     )
 
 

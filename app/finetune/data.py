@@ -60,6 +60,8 @@ class ModelFacts(NamedTuple):
     path: str
     whole_documents: bool
     """It carries a state from token to token that it cannot hand from chunk to chunk."""
+    shares_prompts: bool
+    """Of pairs of answers their prompt is computed once."""
 
 
 @dataclass(slots=True)
@@ -113,7 +115,11 @@ class Source:
 
     def in_rows(self) -> NDArray[np.int64]:
         """[documents] tokens that each takes of a row. An answer with a verdict is followed by its prompt with the
-        answer before, by which KTO estimates how far the model went."""
+        answer before, by which KTO estimates how far the model went. A pair's prompt comes once where it can."""
+        from penstock.engine.data.pairs import shared_tokens
+
+        if self.corpus.comparison == "pairs" and self.model is not None and self.model.shares_prompts:
+            return self.lengths - shared_tokens(self.corpus, None)
         if self.corpus.sides is None or self.corpus.comparison != "unpaired":
             return self.lengths
         prompts = self.corpus.sides[:, 0]
@@ -138,6 +144,7 @@ class Source:
                 one_document_per_row=alone,
                 documents=None if held is None else split_documents(len(self), held, data.seed, data.order)[0],
                 objective=objective,
+                share_prompts=self.model is not None and self.model.shares_prompts,
             ).num_rows
         result = rows_per_epoch(self.corpus, data, data.sequence_length, one_document_per_row=alone)
         if not result:
@@ -302,6 +309,7 @@ def _look_at_model(recipe: Recipe) -> ModelFacts:
     from penstock.app.planning.model_cache import cached_spec
 
     with loading():
+        from penstock.engine.data.loading import shares_prompts
         from penstock.engine.hf.config import model_config, require_overrides
         from penstock.engine.model.anatomy import model_spec
 
@@ -312,7 +320,15 @@ def _look_at_model(recipe: Recipe) -> ModelFacts:
         recipe = replace(recipe, data=replace(recipe.data, sequence_length=context))  # nobody has said it yet
     spec = cached_spec(recipe, lambda: model_spec(config, recipe))
     path = short_path(str(recipe.model.path))
-    return ModelFacts(spec.model_type, spec.num_params, context, spec.vocab_size, path, spec.whole_documents)
+    return ModelFacts(
+        spec.model_type,
+        spec.num_params,
+        context,
+        spec.vocab_size,
+        path,
+        spec.whole_documents,
+        shares_prompts(spec, recipe),
+    )
 
 
 def _trained(corpus: TokenCorpus) -> NDArray[np.int64]:

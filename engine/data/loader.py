@@ -24,6 +24,7 @@ from penstock.engine.data.packing import (
     pack_rows,
     window,
 )
+from penstock.engine.data.pairs import shared_tokens
 from penstock.engine.data.stream import Span, Stream
 from penstock.engine.model.reward import last_token
 from penstock.engine.model.sequences import totals_of
@@ -48,9 +49,10 @@ class DataLoader:
     micro-batch lie end to end without anything between them, and the padding that is left is at the stream's end.
 
     Answers that are compared (`corpus.sides`) are never cut. A pair is two documents of the stream, one behind the
-    other, in one row. An answer with a verdict is followed, where the objective needs that, by one to another prompt:
-    this prompt, and the answer of the document before. `reference`, float64 [corpus documents, 2]: what the reference
-    model finds of each of the two (engine/reference_logps.py); None: not known yet.
+    other, in one row. With `share_prompts` the second goes on from the first one's prompt, as far as they agree, and
+    does not repeat it (engine/data/pairs.py). An answer with a verdict is followed, where the objective needs that, by
+    one to another prompt: this prompt, and the answer of the document before. `reference`, float64 [corpus documents,
+    2]: what the reference model finds of each of the two (engine/reference_logps.py); None: not known yet.
 
     `padding`: the token id that a reward model takes for padding (model/reward.py), which no reward is of.
 
@@ -72,6 +74,7 @@ class DataLoader:
         endless: bool = True,
         objective: Objective = OBJECTIVES["next_token"],
         padding: int | None = None,
+        share_prompts: bool = False,
     ) -> None:
         corpus.require_vocabulary(vocab_size)
         self.corpus, self._data = corpus, data
@@ -85,6 +88,7 @@ class DataLoader:
         self.objective, self._documents = objective, documents
         self._target = partial(last_token, padding=padding) if objective.reward_model else None
         self.reference: NDArray[np.float64] | None = None
+        self.shares_prompts = share_prompts and objective.compares == "pairs"
         lengths = np.diff(corpus.starts)[documents]
         if corpus.sides is not None:
             if one_document_per_row:
@@ -94,6 +98,11 @@ class DataLoader:
                 )
             if objective.mismatched:
                 lengths = lengths + self._mismatched_lengths(corpus.sides[documents, 0], lengths)
+            self._shared = np.zeros_like(lengths)
+            """[documents] how many tokens of its pair's second side each leaves out."""
+            if self.shares_prompts:
+                self._shared = shared_tokens(corpus, self._target)[documents]
+                lengths = lengths - self._shared
             self._require_whole(lengths, "answers that are compared")
         elif corpus.images is not None:
             pictured = np.isin(documents, corpus.images.documents)
@@ -339,7 +348,15 @@ class DataLoader:
         for number, (side, ranges) in enumerate(parts):
             reference = None if self.reference is None else float(self.reference[document, number])
             prompts = self.objective.prompts and side == CHOSEN
-            at += stream.add_answer(at, ranges, side=side, reference=reference, prompts=prompts, target=self._target)
+            at += stream.add_answer(
+                at,
+                ranges,
+                side=side,
+                reference=reference,
+                prompts=prompts,
+                target=self._target,
+                shared=int(self._shared[which]) if side == REJECTED else 0,
+            )
         return at
 
 

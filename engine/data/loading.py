@@ -35,7 +35,14 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
         endless=not validation,
         objective=objective,
         padding=padding_of(spec.config),
+        share_prompts=shares_prompts(spec, recipe),
     )
+
+
+def shares_prompts(spec: ModelSpec, recipe: Recipe) -> bool:
+    """Whether both answers of a pair can be computed behind one copy of their prompt. A load-balancing loss counts all
+    tokens of a batch, and of fewer it would be another."""
+    return spec.takes_prefixes and not spec.balances_routers(recipe.train.router_aux_loss)
 
 
 def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> ValidationSet | None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.engine.attention.spans import Documents, Prefix
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.engine.objectives.sequences import MISMATCHED, REFERENCE, SIDE
@@ -34,7 +35,7 @@ class Stream:
         self.positions = np.zeros(tokens, dtype=np.int64)
         self.weights = None if corpus.weights is None else np.ones(tokens, dtype=np.float32)
         """Those of the labels; 1 where there is none."""
-        self.documents: list[int] = []
+        self.documents = Documents()
         self.lengths: list[int] = []
         self.sources: list[int] = []
         self.pictured: list[tuple[int, int, range]] = []
@@ -71,26 +72,31 @@ class Stream:
         reference: float | None,
         prompts: bool,
         target: Callable[[NDArray[np.int64]], int] | None,
+        shared: int = 0,
     ) -> int:
         """Lay tokens of some ranges of the corpus at `at`, a document; how many they are. `prompts`: those of weight 0
-        are targets too, told apart. With a `target` the one token that it says is all that has one: itself."""
+        are targets too, told apart. With a `target` the one token that it says is all that has one: itself. The first
+        `shared` tokens, none of which has a target, are left out: it goes on from those of the document before."""
         assert self.corpus.weights is not None
         assert self.weights is not None
         ids = np.concatenate([self.corpus.tokens[start:stop] for start, stop in ranges]).astype(np.int64)
         weights = np.concatenate([self.corpus.weights[start:stop] for start, stop in ranges])[1:]
-        count, targets = len(ids), slice(at, at + len(ids) - 1)
-        self.ids[at : at + count] = ids
-        self.positions[at : at + count] = np.arange(count)
+        count, targets = len(ids) - shared, slice(at, at + len(ids) - shared - 1)
+        self.ids[at : at + count] = ids[shared:]
+        self.positions[at : at + count] = np.arange(shared, len(ids))
         if target is not None:
             place = target(ids)
-            self.labels[at + place] = ids[place]
+            self.labels[at + place - shared] = ids[place]
         else:
-            self.labels[targets] = np.where((weights > 0) | prompts, ids[1:], IGNORE_LABEL)
-            self.weights[targets] = np.where(weights == 0, 1, weights)
-            self.prompts[targets] = (weights == 0) & prompts
+            self.labels[targets] = np.where((weights > 0) | prompts, ids[1:], IGNORE_LABEL)[shared:]
+            self.weights[targets] = np.where(weights == 0, 1, weights)[shared:]
+            self.prompts[targets] = ((weights == 0) & prompts)[shared:]
+        if shared:
+            first = self.documents[-1]
+            self.documents.prefixes.append(Prefix(at, first, first + shared))
         self.documents.append(at)
         self.lengths.append(count)
-        self.sources.append(ranges[0][0])
+        self.sources.append(ranges[0][0] + shared)
         self.columns.setdefault(SIDE, []).append(side)
         self.compared += (side == MISMATCHED) * int((self.labels[targets] != IGNORE_LABEL).sum())
         if reference is not None:

@@ -14,7 +14,7 @@ from cli_process import REPOSITORY
 from recipe_texts import TINY
 from sample_forecast import fitting, refused
 
-from benchmarks import attention, memory, offsite, packing, planned, precision
+from benchmarks import attention, memory, offsite, packing, planned, precision, shared_prompts
 from benchmarks.planned import PUBLISHED
 from penstock.engine.config import BudgetConfig, DataConfig, ModelConfig, Recipe, StorageConfig, TrainConfig
 from penstock.engine.machine.presets import PRESETS
@@ -224,3 +224,14 @@ def test_the_files(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None
     progress = err.splitlines()
     assert out == f"{out.split()[0]} of {len(progress)} plans fit; written to {page}\n"
     assert progress[-1].startswith(f"{len(progress)}/{len(progress)} 120B MoE, 1,048,576 tokens on ")
+
+
+def test_a_prompt_computed_once_gives_the_same_losses(tmp_path: Path, capsys: Captured) -> None:
+    report = shared_prompts.main(
+        prompt=20, answer=6, pairs=3, chunk=16, hidden=32, layers=2, rounds=2, json=True, folder=tmp_path
+    )
+    assert json.loads(capsys.readouterr().out) == report
+    assert report["tokens"] == {"twice": 3 * 52, "once": 3 * 33}
+    assert report["losses"]["once"] == pytest.approx(report["losses"]["twice"], rel=1e-6)
+    assert [len(times) for times in report["steps_s"].values()] == [2, 2]
+    assert list(tmp_path.iterdir()) == []

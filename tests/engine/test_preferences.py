@@ -20,6 +20,7 @@ from killed import die_at_call
 from samples import cases, samples
 
 from penstock.engine import reference_logps
+from penstock.engine.attention.spans import Documents, prefixes_of
 from penstock.engine.config import AdapterConfig, PreferenceConfig
 from penstock.engine.forecast.problem import LOGITS_BYTES
 from penstock.engine.model.reference import Training
@@ -36,7 +37,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "GPU": {},
     "NVMe, in groups": {"gpu": tiny.FLOOR, "ram": tiny.FLOOR, "group": 1},
     "some on every tier": {"gpu": 1_100_000, "ram": 750_000},
+    "keys in pieces": {"gpu": tiny.FLOOR, "ram": tiny.FLOOR, "streamed": True},
 }
+"""Where state and activations are, and with how many micro-batches at a time."""
 HOW = {
     f"{objective}, {place}": (objective, place) for objective in ("dpo", "orpo", "kto", "reward") for place in PLACES
 }
@@ -47,7 +50,7 @@ def opened(folder: Path, objective: str, **options: Any) -> Session:
     rows = comparisons.verdicts(16) if objective == "kto" else comparisons.pairs(16)
     folder.mkdir(exist_ok=True)
     path = comparisons.write(folder / "rows.jsonl", rows)
-    settings = {"objective": objective, "global_batch_size": 4, "chunk_tokens": 40} | options.pop("train", {})
+    settings = {"objective": objective, "global_batch_size": 4, "chunk_tokens": 25} | options.pop("train", {})
     given: dict[str, Any] = {"m": tiny.model(vocab_size=None), "t": tiny.training(**settings)}
     session = tiny.session(
         folder, d=comparisons.data(path, sequence_length=256), **given | options, preference=PreferenceConfig(beta=0.4)
@@ -69,21 +72,33 @@ def trimmed(stream: MicroBatch) -> MicroBatch:
     """Without its padding, which the engine does not compute."""
     end, tensors = stream.num_filled, ("ids", "labels", "positions", "weights", "prompts")
     cut = {name: None if (all_ := getattr(stream, name)) is None else all_[:end] for name in tensors}
-    return replace(stream, documents=stream.documents[: len(stream.lengths)], filled=None, **cut)
+    documents = Documents(stream.documents[: len(stream.lengths)], prefixes_of(stream.documents))
+    return replace(stream, documents=documents, filled=None, **cut)
 
 
 @pytest.mark.parametrize(
-    "name", cases(HOW, "dpo, NVMe, in groups", "kto, some on every tier", "orpo, GPU", "reward, NVMe, in groups")
+    "name",
+    cases(
+        HOW,
+        "dpo, NVMe, in groups",
+        "kto, some on every tier",
+        "orpo, GPU",
+        "reward, NVMe, in groups",
+        "dpo, keys in pieces",
+    ),
 )
 def test_the_engine_gives_the_references_bits(tmp_path: Path, name: str) -> None:
+    """Also where a pair's second answer goes on from a prompt that is some chunks away."""
     objective, place = HOW[name]
     placed = {key: value for key, value in PLACES[place].items() if key != "group" or objective != "kto"}
     with opened(tmp_path, objective, train={"micro_batch_size": 1}, **placed) as session:
         spec, train, cursor = session.spec, session.recipe.train, session.loader.cursor
         runner = ModelRunner(spec, device="cpu", dtype=torch.float32)
         training = Training(runner, train, tiny.parameters(session.store, spec), session.objective)
+        training.forward_backward.keywords["in_pieces"] = session.plan.streamed
         chunk = session.plan.max_chunk_tokens
         batches = [[trimmed(stream) for stream in session.loader.next_step()] for _ in range(2)]
+        assert objective == "kto" or all(prefixes_of(s.documents) for batch in batches for s in batch)
         expected = [(*training.step(batch, chunk, LOGITS_BYTES["cpu"]), training.measured) for batch in batches]
         session.loader.seek(cursor)
         tiny.delay(session, random.Random(name))
