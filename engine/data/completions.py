@@ -88,9 +88,17 @@ class CompletionLoader(DataLoader):
     """
 
     def __init__(
-        self, corpus: TokenCorpus, recipe: Recipe, *, vocab_size: int, objective: Objective, whole_documents: bool
+        self,
+        corpus: TokenCorpus,
+        recipe: Recipe,
+        *,
+        vocab_size: int,
+        objective: Objective,
+        whole_documents: bool,
+        share_prompts: bool,
     ) -> None:
-        """Raises UserError where no prompt leaves a row the tokens of a completion."""
+        """`share_prompts`: completions of a prompt in one micro-batch go on from one copy of it. Raises UserError where
+        no prompt leaves a row the tokens of a completion."""
         data, train, grpo = recipe.data, recipe.train, recipe.grpo
         room = data.sequence_length - grpo.max_completion_length
         if room < 2:
@@ -120,6 +128,7 @@ class CompletionLoader(DataLoader):
             objective=objective,
         )
         self.folder = corpus.folder.with_name(FOLDER)
+        self.shares_prompts = share_prompts
         self._recipe, self._used = recipe, 0
         self._generation: Generation | None = None
         self._prompts_cursor: dict[str, Any] = super().cursor
@@ -206,8 +215,15 @@ class CompletionLoader(DataLoader):
         )
         known = [(name, values) for name, values in ((OLD, generation.old), (BASE, generation.base)) if values]
         at = 0
+        laid: dict[int, int] = {}
+        """Prompt -> where it begins in the stream."""
         for number in some:
             start, stop = self.corpus.starts[(document := generation.documents[number]) : document + 2].tolist()
+            begins = None
+            if self.shares_prompts:
+                # Behind its last token, which comes again, stands the first target of each completion.
+                begins = (laid[document], stop - start - 1) if document in laid else None
+                laid.setdefault(document, at)
             completion = np.asarray(generation.completions[number], dtype=np.int64)
             ids = np.concatenate([self.corpus.tokens[start:stop].astype(np.int64), completion])
             labels = np.full(len(ids), IGNORE_LABEL, dtype=np.int64)
@@ -217,7 +233,7 @@ class CompletionLoader(DataLoader):
             if generation.advantages:
                 columns[ADVANTAGE] = generation.advantages[number]
             of_targets = {name: (stop - start - 1, values[number]) for name, values in known}
-            at += stream.add_tokens(at, ids, labels, start, columns, of_targets)
+            at += stream.add_tokens(at, ids, labels, start, columns, of_targets, begins)
         filled = at if at < len(stream.ids) else None
         if filled is not None:
             stream.documents.append(at)

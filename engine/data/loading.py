@@ -21,7 +21,14 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
     whole = spec.whole_documents
     require_kind(corpus, train, objective)
     if objective.compares == "prompts":
-        return CompletionLoader(corpus, recipe, vocab_size=spec.vocab_size, objective=objective, whole_documents=whole)
+        return CompletionLoader(
+            corpus,
+            recipe,
+            vocab_size=spec.vocab_size,
+            objective=objective,
+            whole_documents=whole,
+            share_prompts=shares_prompts(spec, recipe),
+        )
     if data.validation_documents is not None:
         split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed, data.order)
         documents = split[int(validation)]
@@ -40,7 +47,7 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
 
 
 def shares_prompts(spec: ModelSpec, recipe: Recipe) -> bool:
-    """Whether both answers of a pair can be computed behind one copy of their prompt. A load-balancing loss counts all
+    """Whether answers to a prompt can be computed behind one copy of it. A load-balancing loss counts all
     tokens of a batch, and of fewer it would be another."""
     return spec.takes_prefixes and not spec.balances_routers(recipe.train.router_aux_loss)
 

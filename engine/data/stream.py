@@ -111,20 +111,25 @@ class Stream:
         source: int,
         columns: Mapping[str, float],
         of_targets: Mapping[str, tuple[int, Sequence[float]]],
+        begins: tuple[int, int] | None = None,
     ) -> int:
         """Lay tokens at `at`, a document that begins with those of the corpus at `source`; how many they are.
-        `of_targets`: name -> where the values of its labels begin, and these."""
-        count = len(ids)
-        self.ids[at : at + count], self.labels[at : at + count] = ids, labels
-        self.positions[at : at + count] = np.arange(count)
+        `of_targets`: name -> where the values of its labels begin, and these. `begins`: (start of a document that is
+        laid, number) of the tokens from which it goes on; they are left out, and none has a target."""
+        beside, shared = begins or (0, 0)
+        count = len(ids) - shared
+        self.ids[at : at + count], self.labels[at : at + count] = ids[shared:], labels[shared:]
+        self.positions[at : at + count] = np.arange(shared, len(ids))
+        if shared:
+            self.documents.prefixes.append(Prefix(at, beside, beside + shared))
         self.documents.append(at)
         self.lengths.append(count)
-        self.sources.append(source)
+        self.sources.append(source + shared)
         for name, value in columns.items():
             self.columns.setdefault(name, []).append(value)
         for name, (first, values) in of_targets.items():
             column = self.target_columns.setdefault(name, np.zeros(len(self.ids)))
-            column[at + first : at + first + len(values)] = values
+            column[at + first - shared : at + first - shared + len(values)] = values
         return count
 
     def pad(self, at: int, end: int, length: int) -> None:

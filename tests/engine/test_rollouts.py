@@ -19,8 +19,9 @@ from samples import samples
 from transformers import AutoModelForCausalLM
 
 from penstock.engine import passes, rollouts, session
+from penstock.engine.attention.spans import prefixes_of
 from penstock.engine.config import AdapterConfig, BudgetConfig, GrpoConfig
-from penstock.engine.data.completions import Generation
+from penstock.engine.data.completions import CompletionLoader, Generation
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.spec import ModelSpec
@@ -140,14 +141,25 @@ def test_a_reward_function_that_fails_is_named(tmp_path: Path, name: str) -> Non
 
 
 def test_completions_are_the_same_wherever_their_prompts_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt at a time with keys and values in RAM, all prompts on the compute device; each completion by itself."""
-    spaces, made = list[Any](), list[list[list[int]]]()
+    """A prompt at a time with keys and values in RAM, all prompts on the compute device; each completion by itself. And
+    training on them comes to the same, though prompts are computed once, and for each."""
+    spaces, made, losses, shared = list[Any](), list[list[list[int]]](), list[list[float]](), list[int]()
     roomy = BudgetConfig(gpu="64MiB", ram="64MiB")
     for number, (shares, budgets) in enumerate([(True, None), (True, roomy), (False, roomy)]):
         with monkeypatch.context() as patch:
             patch.setattr(ModelSpec, "takes_prefixes", shares)
-            observer = tiny.Silent()
+            observer, batches = tiny.Silent(), CompletionLoader.batches
+            count: list[int] = []
+
+            def counted(*args: Any, batches: Any = batches, count: list[int] = count) -> Any:
+                result = batches(*args)
+                count.append(sum(len(prefixes_of(stream.documents)) for stream in result))
+                return result
+
+            patch.setattr(CompletionLoader, "batches", counted)
             run(tmp_path / f"{number}", observer, **({} if budgets is None else {"budgets": budgets}))
+        losses.append([loss for m in observer.metrics for loss in (m.loss, m.grad_norm)])
+        shared.append(min(count))
         found = Generation.read(tmp_path / f"{number}" / "data" / "generations", 0)
         assert found is not None
         made.append(found.completions)
@@ -155,6 +167,9 @@ def test_completions_are_the_same_wherever_their_prompts_lie(tmp_path: Path, mon
     assert made[0] == made[1] == made[2]
     assert len({tuple(ids) for ids in made[0]}) > 4
     assert spaces == [1, 2, 2]
+    assert shared == [6, 6, 0], "three of four completions of two prompts"
+    assert losses[0] == pytest.approx(losses[2], rel=1e-5, abs=1e-7)
+    assert losses[1] == pytest.approx(losses[2], rel=1e-5, abs=1e-7)
 
 
 def test_the_reference_of_an_adapter_is_the_model_beside_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from image_models import COLOURS, write_image
 from penstock.engine.config import DataConfig, ModelConfig
 from penstock.engine.model.images import BOTH_WAYS
 
-STEPS = 60
+STEPS = 120
 """In which such a model learns what it is told."""
 
 
