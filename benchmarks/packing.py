@@ -9,30 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from benchmarks.parts.cases import shape
-from benchmarks.parts.session import open_drawn
-from benchmarks.parts.setup import Setup, plan_request, random_model
+from benchmarks.parts.turns import in_turn, open_given
 from penstock.app.bench.process import scratch, show
 from penstock.app.console.working import Working
-from penstock.engine.data.loader import DataLoader
-from penstock.engine.machine.budgets import Budgets
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
-from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.storage.files.errors import UserError
-from penstock.storage.tier.readers import select_readers
 
 VOCAB = 512
 MODEL = shape("qwen3", 2, 128, 256, (4, 2), 32, VOCAB)
-_BUDGETS = Budgets(1 << 40, 1 << 40, None, {})
-"""More than either needs: everything stays in memory, and pages that padding would have filled are never touched."""
 
 
 def main(
@@ -53,19 +45,12 @@ def main(
     with scratch(folder) as path, contextlib.ExitStack() as stack, Working() as shown:
         with shown.step("preparing"):
             opened = {
-                name: stack.enter_context(_open(Path(path) / name, context, document, chunk, count))
+                name: stack.enter_context(open_given(Path(path) / name, MODEL, _step(context, document, count), chunk))
                 for name, count in rows.items()
             }
-        times: dict[str, list[float]] = {name: [] for name in opened}
-        cpu_times: dict[str, list[float]] = {name: [] for name in opened}
         with shown.step("the first steps, which are not timed"):
             tokens = {name: train_step(session).tokens for name, session in opened.items()}  # touches the memory
-        for number in range(1, rounds + 1):
-            for name, session in opened.items():
-                with shown.step(f"round {number} of {rounds}: a step of rows that are {name}"):
-                    before_s = time.process_time()
-                    times[name].append(train_step(session).step_s)
-                    cpu_times[name].append(time.process_time() - before_s)
+        times, cpu_times = in_turn(opened, rounds, shown, "a step of rows that are {}".format)
         computed = {name: _computed(session) for name, session in opened.items()}
     assert len(set(tokens.values())) == 1, "both train the same documents"
     seconds = {name: statistics.median(result) for name, result in times.items()}
@@ -89,64 +74,33 @@ def main(
     return report
 
 
-class _Conversations:
-    """A loader of steps of the same random documents, packed into rows or each in one of its own."""
-
-    def __init__(self, loader: DataLoader, context: int, document: int, rows: int) -> None:
-        self._loader, self._context, self._rows = loader, context, rows
-        self._ids = torch.randint(VOCAB, (context // document, document), generator=torch.Generator().manual_seed(0))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def next_step(self) -> list[MicroBatch]:
-        return [self._row(ids) for ids in self._ids.chunk(self._rows)]
-
-    def _row(self, documents: torch.Tensor) -> MicroBatch:
-        """`documents` [count, tokens] end to end, then padding."""
-        count, tokens = documents.shape
-        filled = count * tokens
-        ids = torch.zeros(self._context, dtype=torch.int64)
-        ids[:filled] = documents.reshape(-1)
-        labels = torch.full((self._context,), IGNORE_LABEL)
-        ends = torch.full((count, 1), IGNORE_LABEL)
-        labels[:filled] = torch.cat([documents[:, 1:], ends], 1).reshape(-1)
-        positions = torch.arange(self._context)
-        positions[:filled] %= tokens
-        positions[filled:] -= filled
-        return MicroBatch(
-            ids=ids,
-            labels=labels,
-            positions=positions,
-            documents=list(range(0, min(filled + 1, self._context), tokens)),
-            num_targets=count * (tokens - 1),
-            lengths=[tokens] * count,
-            filled=filled if filled < self._context else None,
-        )
+def _step(context: int, document: int, rows: int) -> list[MicroBatch]:
+    """The same random documents, packed into a row or each in one of its own."""
+    ids = torch.randint(VOCAB, (context // document, document), generator=torch.Generator().manual_seed(0))
+    return [_row(some, context) for some in ids.chunk(rows)]
 
 
-def _open(folder: Path, context: int, document: int, chunk_tokens: int, rows: int) -> Session:
-    folder.mkdir()
-    recipe, spec = random_model(
-        MODEL,
-        context,
-        2,
-        steps=10**6,
-        global_batch_size=rows,
-        chunk_tokens=min(chunk_tokens, context),
-        device="cpu",
-        compile="off",
-        compute_dtype="float32",
-        activation_checkpointing="selective",
-        kv_window="whole",
+def _row(documents: torch.Tensor, context: int) -> MicroBatch:
+    """`documents` [count, tokens] end to end, then padding."""
+    count, tokens = documents.shape
+    filled = count * tokens
+    ids = torch.zeros(context, dtype=torch.int64)
+    ids[:filled] = documents.reshape(-1)
+    labels = torch.full((context,), IGNORE_LABEL)
+    ends = torch.full((count, 1), IGNORE_LABEL)
+    labels[:filled] = torch.cat([documents[:, 1:], ends], 1).reshape(-1)
+    positions = torch.arange(context)
+    positions[:filled] %= tokens
+    positions[filled:] -= filled
+    return MicroBatch(
+        ids=ids,
+        labels=labels,
+        positions=positions,
+        documents=list(range(0, min(filled + 1, context), tokens)),
+        num_targets=count * (tokens - 1),
+        lengths=[tokens] * count,
+        filled=filled if filled < context else None,
     )
-    device = torch.device("cpu")
-    readers = select_readers("auto", device, [folder])
-    plan = plan_request(recipe, spec, _BUDGETS, device, readers).plan(PlanOptions())
-    setup = Setup(name="small", recipe=recipe, spec=spec, plan=plan, device=device, readers=readers)
-    session = open_drawn(setup, folder)[1]
-    session.loader = cast(DataLoader, _Conversations(session.loader, context, document, rows))
-    return session
 
 
 def _computed(session: Session) -> int:

@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from benchmarks.parts.cases import shape
-from benchmarks.parts.session import open_drawn
-from benchmarks.parts.setup import Setup, plan_request, random_model
+from benchmarks.parts.turns import in_turn, open_given
 from penstock.app.bench.process import scratch, show
 from penstock.app.console.working import Working
 from penstock.engine.attention.spans import Documents, Prefix
-from penstock.engine.data.loader import DataLoader
 from penstock.engine.forecast.flops import model_flops
-from penstock.engine.machine.budgets import Budgets
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
-from penstock.engine.plan.problem import PlanOptions
-from penstock.engine.session import Session
 from penstock.engine.train import train_step
 from penstock.storage.files.errors import UserError
-from penstock.storage.tier.readers import select_readers
 
 VOCAB = 4096
-_BUDGETS = Budgets(1 << 40, 1 << 40, None, {})
 
 
 def main(
@@ -56,22 +47,19 @@ def main(
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(VOCAB, (pairs, prompt + 2 * answer), generator=generator)
     streams = {"twice": _stream(drawn, prompt, answer, 0), "once": _stream(drawn, prompt, answer, prompt - 1)}
+    heads = max(2, hidden // 64)
+    model = shape("llama", layers, hidden, hidden * 11 // 4, (heads, heads // 2), hidden // heads, VOCAB)
     with scratch(folder) as path, contextlib.ExitStack() as stack, Working() as shown:
         with shown.step("preparing"):
             opened = {
-                name: stack.enter_context(_open(Path(path) / name, stream, chunk, hidden, layers))
+                name: stack.enter_context(
+                    open_given(Path(path) / name, model, [stream], chunk, objective="sequence_mean")
+                )
                 for name, stream in streams.items()
             }
-        times: dict[str, list[float]] = {name: [] for name in opened}
-        cpu_times: dict[str, list[float]] = {name: [] for name in opened}
         with shown.step("the first steps, which are not timed"):
             losses = {name: train_step(session).loss for name, session in opened.items()}
-        for number in range(1, rounds + 1):
-            for name, session in opened.items():
-                with shown.step(f"round {number} of {rounds}: prompts computed {name}"):
-                    before_s = time.process_time()
-                    times[name].append(train_step(session).step_s)
-                    cpu_times[name].append(time.process_time() - before_s)
+        times, cpu_times = in_turn(opened, rounds, shown, "prompts computed {}".format)
         spec = opened["once"].spec
     tokens = {name: len(stream.ids) for name, stream in streams.items()}
     flops = {name: model_flops(spec, stream.lengths, stream.continued) for name, stream in streams.items()}
@@ -120,42 +108,3 @@ def _stream(drawn: torch.Tensor, prompt: int, answer: int, shared: int) -> Micro
         num_targets=2 * len(drawn) * answer,
         lengths=lengths,
     )
-
-
-class _Again:
-    """A loader whose steps are all of the same micro-batches."""
-
-    def __init__(self, loader: DataLoader, step: Sequence[MicroBatch]) -> None:
-        self._loader, self._step = loader, step
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def next_step(self) -> list[MicroBatch]:
-        return list(self._step)
-
-
-def _open(folder: Path, stream: MicroBatch, chunk_tokens: int, hidden: int, layers: int) -> Session:
-    folder.mkdir()
-    heads = max(2, hidden // 64)
-    recipe, spec = random_model(
-        shape("llama", layers, hidden, hidden * 11 // 4, (heads, heads // 2), hidden // heads, VOCAB),
-        len(stream.ids),
-        2,
-        objective="sequence_mean",
-        steps=10**6,
-        global_batch_size=1,
-        chunk_tokens=min(chunk_tokens, len(stream.ids)),
-        device="cpu",
-        compile="off",
-        compute_dtype="float32",
-        activation_checkpointing="selective",
-        kv_window="whole",
-    )
-    device = torch.device("cpu")
-    readers = select_readers("auto", device, [folder])
-    plan = plan_request(recipe, spec, _BUDGETS, device, readers).plan(PlanOptions())
-    setup = Setup(name="small", recipe=recipe, spec=spec, plan=plan, device=device, readers=readers)
-    session = open_drawn(setup, folder)[1]
-    session.loader = cast(DataLoader, _Again(session.loader, [stream]))
-    return session

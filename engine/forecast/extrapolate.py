@@ -88,33 +88,31 @@ def estimate_samples(plan: Plan, on: Conditions, *, new_tokens: int, full: bool 
     return first.seconds + (new_tokens - 1) * later.seconds
 
 
-def estimate_completions(plan: Plan, on: Conditions, *, prompts: int, new_tokens: int, full: bool = False) -> float:
+def estimate_completions(plan: Plan, on: Conditions, *, prompts: int, full: bool = False) -> float:
     """Seconds in which all completions of so many of the longest prompts are sampled, as many of them side by side as
     the plan has room for, if each has all its tokens."""
     space = plan.problem.samples
     assert space is not None
-    copies, half = space.copies, new_tokens // 2
-    once = 1 if space.shared else copies
-    total = 0.0
-    for count, times in Counter(_parts(prompts, space.prompts)).items():
-        first = sampling_spent(plan, on, count * once, space.prompt_tokens, full=full)
-        read, seen = count * space.rows_of_prompt(half), count * copies * (space.prompt_tokens + half)
-        new = 1 if space.tier != "nowhere" else space.prompt_tokens + half
-        later = sampling_spent(plan, on, count * copies, new, read * (new == 1), seen * (new == 1), full=full)
-        total += times * (first.seconds + (new_tokens - 1) * later.seconds)
+    half, total = space.new_tokens // 2, 0.0
+    for count, times in Counter(min(space.prompts, prompts - at) for at in range(0, prompts, space.prompts)).items():
+        read_first = count if space.shared else count * space.copies
+        first = sampling_spent(plan, on, read_first, space.prompt_tokens, full=full)
+        sequences, tokens, rows = count * space.copies, space.prompt_tokens + half, count * space.rows_of_prompt(half)
+        later = later_spent(plan, on, sequences, tokens, rows, full=full)
+        total += times * (first.seconds + (space.new_tokens - 1) * later.seconds)
     return total
 
 
-def _parts(count: int, most: int) -> list[int]:
-    return [min(most, count - at) for at in range(0, count, most)]
-
-
-def later_spent(plan: Plan, on: Conditions, sequences: int, tokens: int, *, full: bool = False) -> Spent:
-    """Of one more token of each of so many sequences, which have `tokens` so far."""
+def later_spent(
+    plan: Plan, on: Conditions, sequences: int, tokens: int, rows: int | None = None, *, full: bool = False
+) -> Spent:
+    """Of one more token of each of so many sequences, which have `tokens` so far, in as many rows for each, or in
+    `rows` for all."""
     space = plan.problem.samples
     if space is not None and space.tier == "nowhere":
         return sampling_spent(plan, on, sequences, tokens, full=full)
-    return sampling_spent(plan, on, sequences, 1, sequences * tokens, sequences * tokens, full=full)
+    seen = sequences * tokens
+    return sampling_spent(plan, on, sequences, 1, seen if rows is None else rows, seen, full=full)
 
 
 def sampling_spent(

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine.config import SAMPLED
 from penstock.engine.forecast.costs import Calibration, Conditions
-from penstock.engine.forecast.extrapolate import (
-    estimate,
-    estimate_evaluation,
-    estimate_samples,
-    num_ops,
-)
+from penstock.engine.forecast.extrapolate import estimate, estimate_evaluation, estimate_samples, num_ops
 from penstock.engine.forecast.flops import active_params, executed_flops, model_flops
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult, promised_s
@@ -223,14 +218,14 @@ def _generations(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any
     if train.objective not in SAMPLED:
         return None
     full = num_ops(plan) <= WHOLE_OPS
-    steps = task.steps_per_generation
-    prompts = train.global_batch_size * config.steps_per_generation // config.num_generations
+    steps, space = task.steps_per_generation, plan.problem.samples
+    assert space is not None
     logps_s = config.steps_per_generation * estimate_evaluation(plan, on, full=full) if steps > 1 else 0.0
     return {
         "times": -(-train.steps // steps),
         "steps": steps,
-        "prompts": prompts,
-        "at_once": min(prompts, plan.problem.samples.prompts) if plan.problem.samples else prompts,
+        "prompts": task.prompts_per_generation,
+        "at_once": space.prompts,
         "completions": config.num_generations,
         "tokens": config.max_completion_length,
         "sampling_s": task.generation_s(plan, on, full=full),

@@ -175,7 +175,7 @@ class PlanRequest:
             longest = recipe.data.sequence_length - new if self.longest_prompt is None else self.longest_prompt
             space = replace(
                 space,
-                prompts=recipe.train.global_batch_size * recipe.grpo.steps_per_generation // copies,
+                prompts=self.prompts_per_generation,
                 copies=copies,
                 prompt_tokens=longest,
                 new_tokens=new,
@@ -238,13 +238,17 @@ class PlanRequest:
         """Steps that are trained on the same completions."""
         return self.recipe.grpo.num_iterations * self.recipe.grpo.steps_per_generation
 
+    @property
+    def prompts_per_generation(self) -> int:
+        """Whose completions are sampled with the same weights."""
+        grpo = self.recipe.grpo
+        return self.recipe.train.global_batch_size * grpo.steps_per_generation // grpo.num_generations
+
     def generation_s(self, plan: Plan, on: Conditions, *, full: bool = False) -> float:
         """Seconds in which completions are sampled, if each has all tokens that it may have."""
         if self.recipe.train.objective not in SAMPLED:
             return 0.0
-        grpo = self.recipe.grpo
-        prompts = self.recipe.train.global_batch_size * grpo.steps_per_generation // grpo.num_generations
-        return estimate_completions(plan, on, prompts=prompts, new_tokens=grpo.max_completion_length, full=full)
+        return estimate_completions(plan, on, prompts=self.prompts_per_generation, full=full)
 
     def _placed(self) -> list[PlanRequest]:
         """The same with each place for completions, the best first: more time goes to them than to steps."""
