@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,6 @@ from torch import Tensor
 from penstock.engine.attention.select import attention_report, measured
 from penstock.engine.config import (
     SAMPLED,
-    AdapterConfig,
-    ModelConfig,
     Recipe,
     Share,
     StorageConfig,
@@ -63,7 +60,14 @@ from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import NO_VISION
 from penstock.engine.preparing import Checklist
-from penstock.engine.record import recorded_kernels, recorded_of, report_changed, require_record
+from penstock.engine.record import (
+    recorded_kernels,
+    recorded_of,
+    report_changed,
+    require_record,
+    require_same_model,
+    require_same_state,
+)
 from penstock.engine.rewards.rewards import Rewards
 from penstock.engine.run_files import with_saved_inputs
 from penstock.engine.run_model import adapter_start, describe_run, remarks_on_model
@@ -77,7 +81,7 @@ from penstock.engine.session import Session, run_identity, run_meta
 from penstock.engine.uploads import Uploads
 from penstock.engine.vision import Vision
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.units import bytes_text, size_text
+from penstock.storage.files.units import bytes_text
 from penstock.storage.files.untrusted import one_line
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.readers import Readers, find_readers
@@ -197,8 +201,8 @@ def open_session(
                 )
                 undo.callback(store.close)
                 require_record(store)
-                _require_same_model(store, recipe)
-                _require_same_state(store, result.plan)
+                require_same_model(store, recipe)
+                require_same_state(store, result.plan)
                 if checkpoint is not None:
                     store.restore(checkpoint)
                     require_record(store)
@@ -402,66 +406,6 @@ def _refuse_unless_exact(spec: ModelSpec, recipe: Recipe, plan: Plan, observer: 
     observer.on_message(
         f"self-check: gradients equal transformers' own (relative error {result.max_rel_error:.1e})", detail=True
     )
-
-
-def _require_same_model(store: NvmeStore, recipe: Recipe) -> None:
-    """UserError unless adapter and frozen weights make the model that the store's generation was trained as."""
-    before = store.meta.get("fields")
-    if not isinstance(before, dict):
-        return
-    usual = AdapterConfig()
-    for name in ("method", "rank", "alpha", "targets"):
-        was, now = before.get(f"adapter.{name}", getattr(usual, name)), getattr(recipe.adapter, name)
-        if was != now:
-            raise UserError(
-                f"adapter.{name}: {now} in the recipe, {was} in the run: the state in {store.root} is of that adapter; "
-                f"restore adapter.{name}, or begin a new run"
-            )
-    was, now = before.get("model.train_vision", ModelConfig().train_vision), recipe.model.train_vision
-    if was != now:
-        raise UserError(
-            f"model.train_vision: {now} in the recipe, {was} in the run: {store.root} has a state of other "
-            "parameters; restore model.train_vision, or begin a new run from an export"
-        )
-    was, now = before.get("model.frozen_format", ModelConfig().frozen_format), recipe.model.frozen_format
-    if was != now:
-        raise UserError(
-            f"model.frozen_format: {now} in the recipe, {was} in the run: the frozen weights in {store.root} are "
-            "stored so; restore model.frozen_format, or begin a new run"
-        )
-
-
-def _require_same_state(store: NvmeStore, plan: Plan) -> None:
-    """UserError unless the store holds what the plan wants."""
-    _require_same_frozen(store, plan)
-    wanted = {(a.buffer, a.kind): a for a in state_arrays(plan)}
-    held = {(a.buffer, a.kind): a for a in store.arrays()}
-    if wanted.keys() != held.keys() or any(wanted[key].numel != held[key].numel for key in wanted):
-        raise UserError(f"{store.root}: holds the state of another model than the recipe's; restore the recipe's model")
-    if wanted != held:
-        part_bytes = max(a.part_numel * 4 for a in held.values())
-        raise UserError(
-            f"storage.part_bytes: the state in {store.root} is cut into parts of up to {size_text(part_bytes)}, which "
-            f"a resumed run cannot change; restore storage.part_bytes={size_text(part_bytes)}"
-        )
-
-
-def _require_same_frozen(store: NvmeStore, plan: Plan) -> None:
-    """UserError where the parameters that the store holds as frozen are others than the plan's."""
-    wanted, held = ({a.buffer: a for a in arrays if a.fixed} for arrays in (state_arrays(plan), store.arrays()))
-    if {name: a.numel for name, a in wanted.items()} != {name: a.numel for name, a in held.items()}:
-        fields = store.meta.get("fields")
-        was = fields.get("train.freeze", []) if isinstance(fields, dict) else []
-        raise UserError(
-            f"train.freeze: the run in {store.root} began with {one_line(json.dumps(was))}, so that other parameters "
-            "are trained there, which a resumed run cannot change; restore it, or start a new run from an export"
-        )
-    for name in held.keys() & wanted.keys():
-        if held[name].dtype != wanted[name].dtype:
-            raise UserError(
-                f"train.compute_dtype: the frozen weights in {store.root} are kept in {held[name].dtype}, which a "
-                f"resumed run cannot change; set train.compute_dtype={held[name].dtype}"
-            )
 
 
 def _fill_new(

@@ -69,14 +69,14 @@ def evaluations(
     first: int = 1,
     commit: bool = False,
     build: Callable[..., Pass] = evaluation,
-    without_adapter: bool = False,
+    of_reference: bool = False,
     with_statistics: bool = False,
 ) -> Iterator[EvaluationData]:
     """What the model finds of the labels of `batches`, a pass each, in their order.
 
     `first`: the number of the first pass, of which no two of a step are the same. `commit`: the first one commits the
-    step's generation. `build`: what makes a pass. `without_adapter`: of the model beside it. `with_statistics`: the
-    objective's statistics as well. Tokens of two passes are on the compute device.
+    step's generation. `build`: what makes a pass. `of_reference`: of the model that the run began with, where the plan
+    keeps it. `with_statistics`: the objective's statistics as well. Tokens of two passes are on the compute device.
     """
     under_way: deque[tuple[int, list[int]]] = deque()
 
@@ -90,9 +90,10 @@ def evaluations(
     for number, micro_batches in enumerate(batches, start=first):
         if len(under_way) == 2:
             yield finished()
-        data = on.carrier.evaluation(micro_batches, without_adapter=without_adapter, with_statistics=with_statistics)
+        data = on.carrier.evaluation(micro_batches, of_reference=of_reference, with_statistics=with_statistics)
         on.runtime.begin_evaluation(number, data)
-        pass_ = build(on.plan, on.step, number, **data.extent)
+        which = {"of_reference": True} if of_reference else {}
+        pass_ = build(on.plan, on.step, number, **data.extent, **which)
         under_way.append((number, _start(on, pass_, commit and number == first)))
     while under_way:
         yield finished()

@@ -1,7 +1,9 @@
-"""What a generation records of how a run computes, for the run that goes on from it: other decisions, other bits."""
+"""What a generation records of how a run computes, for the run that goes on from it: other decisions, other bits; and
+whether its state is that of the run's model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -9,14 +11,18 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.engine.attention.select import measured
+from penstock.engine.config import SAMPLED, AdapterConfig, ModelConfig, Recipe
 from penstock.engine.events import Observer
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.kernels import changes, is_kernel_record
 from penstock.engine.machine.compilers import Compilation
+from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.runtime.past import is_record
+from penstock.engine.runtime.state import state_arrays
 from penstock.storage.files.errors import UserError
-from penstock.storage.files.untrusted import is_whole
+from penstock.storage.files.units import size_text
+from penstock.storage.files.untrusted import is_whole, one_line
 from penstock.storage.generations.store import NvmeStore
 
 
@@ -39,6 +45,72 @@ def require_record(store: NvmeStore) -> None:
             f"{store.root / 'manifest.json'}: does not record the run's position, or was written by another version "
             "of Penstock; resume with that version, or from a checkpoint"
         )
+
+
+def require_same_model(store: NvmeStore, recipe: Recipe) -> None:
+    """UserError unless adapter and frozen weights make the model that the store's generation was trained as."""
+    before = store.meta.get("fields")
+    if not isinstance(before, dict):
+        return
+    usual = AdapterConfig()
+    for name in ("method", "rank", "alpha", "targets"):
+        was, now = before.get(f"adapter.{name}", getattr(usual, name)), getattr(recipe.adapter, name)
+        if was != now:
+            raise UserError(
+                f"adapter.{name}: {now} in the recipe, {was} in the run: the state in {store.root} is of that adapter; "
+                f"restore adapter.{name}, or begin a new run"
+            )
+    was, now = before.get("model.train_vision", ModelConfig().train_vision), recipe.model.train_vision
+    if was != now:
+        raise UserError(
+            f"model.train_vision: {now} in the recipe, {was} in the run: {store.root} has a state of other "
+            "parameters; restore model.train_vision, or begin a new run from an export"
+        )
+    was, now = before.get("model.frozen_format", ModelConfig().frozen_format), recipe.model.frozen_format
+    if was != now:
+        raise UserError(
+            f"model.frozen_format: {now} in the recipe, {was} in the run: the frozen weights in {store.root} are "
+            "stored so; restore model.frozen_format, or begin a new run"
+        )
+    beta = before.get("grpo.beta", 0.0)
+    if (beta > 0 and before.get("train.objective") in SAMPLED) != recipe.keeps_reference:
+        raise UserError(
+            f"grpo.beta: {recipe.grpo.beta} in the recipe, {beta} in the run: only a run that begins with a reference "
+            f"model keeps its weights in {store.root}; restore grpo.beta, or begin a new run"
+        )
+
+
+def require_same_state(store: NvmeStore, plan: Plan) -> None:
+    """UserError unless the store holds what the plan wants."""
+    _require_same_frozen(store, plan)
+    wanted = {(a.buffer, a.kind): a for a in state_arrays(plan)}
+    held = {(a.buffer, a.kind): a for a in store.arrays()}
+    if wanted.keys() != held.keys() or any(wanted[key].numel != held[key].numel for key in wanted):
+        raise UserError(f"{store.root}: holds the state of another model than the recipe's; restore the recipe's model")
+    if wanted != held:
+        part_bytes = max(a.part_numel * 4 for a in held.values())
+        raise UserError(
+            f"storage.part_bytes: the state in {store.root} is cut into parts of up to {size_text(part_bytes)}, which "
+            f"a resumed run cannot change; restore storage.part_bytes={size_text(part_bytes)}"
+        )
+
+
+def _require_same_frozen(store: NvmeStore, plan: Plan) -> None:
+    """UserError where the parameters that the store holds as frozen are others than the plan's."""
+    wanted, held = ({a.buffer: a for a in arrays if a.fixed} for arrays in (state_arrays(plan), store.arrays()))
+    if {name: a.numel for name, a in wanted.items()} != {name: a.numel for name, a in held.items()}:
+        fields = store.meta.get("fields")
+        was = fields.get("train.freeze", []) if isinstance(fields, dict) else []
+        raise UserError(
+            f"train.freeze: the run in {store.root} began with {one_line(json.dumps(was))}, so that other parameters "
+            "are trained there, which a resumed run cannot change; restore it, or start a new run from an export"
+        )
+    for name in held.keys() & wanted.keys():
+        if held[name].dtype != wanted[name].dtype:
+            raise UserError(
+                f"train.compute_dtype: the weights in {store.root} that are not trained are kept in "
+                f"{held[name].dtype}, which a resumed run cannot change; set train.compute_dtype={held[name].dtype}"
+            )
 
 
 class Recorded(NamedTuple):

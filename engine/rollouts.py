@@ -56,8 +56,8 @@ def sample(session: Session, observer: Observer) -> None:
             generation.old = _log_probabilities(session, generation)
             generation.measured["logps_s"], began = time.perf_counter() - began, time.perf_counter()
         if config.beta:
-            generation.base = _log_probabilities(session, generation, without_adapter=True)
-            began = time.perf_counter()
+            generation.base = _log_probabilities(session, generation, of_reference=True)
+            generation.measured["reference_s"], began = time.perf_counter() - began, time.perf_counter()
         rows = [loader.corpus.row(document) for document in documents]
         texts = _texts(session, generation)
         prompts = [row["prompt"] for row in rows]
@@ -117,15 +117,15 @@ def _sampled(session: Session, documents: Sequence[int], made_by: str) -> Genera
     )
 
 
-def _log_probabilities(session: Session, generation: Generation, *, without_adapter: bool = False) -> list[list[float]]:
-    """Of each token of the completions, by the present weights, or by the model beside the adapter."""
+def _log_probabilities(session: Session, generation: Generation, *, of_reference: bool = False) -> list[list[float]]:
+    """Of each token of the completions, by the present weights, or by the model that the run began with."""
     loader, size = session.loader, session.plan.group
     assert isinstance(loader, CompletionLoader)
     batches = loader.batches(generation, range(len(generation.completions)))
     passes = (batches[at : at + size] for at in range(0, len(batches), size))
     found: list[float] = []
-    first = _FIRST_PASS + without_adapter * len(batches)
-    for data in evaluations(session, passes, first=first, without_adapter=without_adapter):
+    first = _FIRST_PASS + of_reference * len(batches)
+    for data in evaluations(session, passes, first=first, of_reference=of_reference):
         found += data.scores.tolist()
     masked = session.recipe.grpo.mask_truncated_completions
     result, at = [], 0

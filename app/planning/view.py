@@ -336,7 +336,8 @@ def _end(page: Page, forecast: dict[str, Any]) -> None:
         page.wrapped(
             f"every {made['steps']:,} steps {made['prompts']:,} x {made['completions']:,} completions of up to "
             f"{made['tokens']:,} tokens are sampled: {seconds_text(made['sampling_s'])}"
-            + (f", and {seconds_text(made['logps_s'])} for their log-probabilities" if made["logps_s"] else ""),
+            + (f", and {seconds_text(made['logps_s'])} for their log-probabilities" if made["logps_s"] else "")
+            + (f", {seconds_text(made['reference_s'])} for the reference model's" if made["reference_s"] else ""),
             "text",
         )
     if reference := run.get("reference"):

@@ -226,15 +226,21 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
     (
         "grpo.reward grpo.reward_timeout_s grpo.num_generations grpo.max_completion_length "
         "grpo.temperature grpo.top_p grpo.num_iterations grpo.steps_per_generation grpo.epsilon grpo.epsilon_high "
-        "grpo.beta grpo.loss_type grpo.scale_rewards grpo.importance_sampling_level grpo.mask_truncated_completions",
+        "grpo.beta grpo.use_bias_correction_kl grpo.loss_type grpo.scale_rewards grpo.importance_sampling_level "
+        "grpo.mask_truncated_completions",
         lambda r: r.train.objective in SAMPLED,
         "train.objective={r.train.objective} samples no completions; set train.objective to grpo or rloo",
     ),
     (
-        "grpo.loss_type grpo.scale_rewards grpo.importance_sampling_level",
+        "grpo.loss_type grpo.scale_rewards grpo.importance_sampling_level grpo.use_bias_correction_kl",
         lambda r: r.train.objective != "rloo",
         "train.objective=rloo has one form of the loss: the mean over completions, each with one ratio and an "
         "advantage that is not scaled; set train.objective=grpo",
+    ),
+    (
+        "grpo.use_bias_correction_kl",
+        lambda r: r.grpo.beta > 0,
+        "grpo.beta=0 gives no divergence a weight; set grpo.beta",
     ),
     (
         "train.validate_every",

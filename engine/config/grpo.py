@@ -46,7 +46,11 @@ class GrpoConfig:
     epsilon_high: float | None = None
     """Upper bound of ratios, instead of epsilon (DAPO recommends 0.28)."""
     beta: float = 0.0
-    """Weight of the KL divergence from the model as it was before training. 0 needs no reference."""
+    """Weight of the KL divergence from the model as it was before training, whose weights a run then keeps beside its
+    own and streams once for each generation. 0 needs no reference."""
+    use_bias_correction_kl: bool = True
+    """Multiply the divergence of each token by its ratio of probabilities, so that its gradient is not biased
+    (arXiv 2512.02556)."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
     """How losses of tokens are averaged. grpo: over each completion, then over completions. bnpo: over all tokens of a
     step. dr_grpo: by a constant, max_completion_length. dapo: as bnpo, by the mean of the generation's steps."""

@@ -161,12 +161,11 @@ class Recipe:
             f"train.global_batch_size: {batch} is not a multiple of grpo.num_generations {group}; a step has all "
             "completions of its prompts, so set one of them to fit the other",
         )
-        plain = self.adapter.method in ("lora", "rslora") and self.adapter.start is None
-        require(
-            not self.grpo.beta or plain,
-            f"grpo.beta: {self.grpo.beta} compares with the model as it was before training, which is there beside a "
-            "LoRA adapter that begins at zero alone; set adapter.method=lora without adapter.start, or grpo.beta=0",
-        )
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a run keeps the weights that it began with, to compare with as it goes on."""
+        return self.train.objective in SAMPLED and self.grpo.beta > 0
 
 
 _SHORT = 60

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.attention.spans import Documents as OfStream
@@ -63,16 +63,16 @@ def estimate(plan: Plan, on: Conditions, *, full: bool = False, settled: bool = 
     return _extended(plan, runs, costs.plan, simulate(costs, settled=False))
 
 
-def estimate_evaluation(plan: Plan, on: Conditions, *, full: bool = False) -> float:
+def estimate_evaluation(plan: Plan, on: Conditions, *, of_reference: bool = False, full: bool = False) -> float:
     """Seconds that a validation's pass over as much as a step has takes; what it updates, the next step need not."""
-    return plan.num_groups * evaluation_spent(plan, on, full=full).seconds
+    return plan.num_groups * evaluation_spent(plan, on, of_reference=of_reference, full=full).seconds
 
 
-def evaluation_spent(plan: Plan, on: Conditions, *, full: bool = False) -> Spent:
+def evaluation_spent(plan: Plan, on: Conditions, *, of_reference: bool = False, full: bool = False) -> Spent:
     """Of one group's documents."""
 
     def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
-        return evaluation(plan, 1, 1, documents=documents, chunks=chunks)
+        return evaluation(plan, 1, 1, documents=documents, chunks=chunks, of_reference=of_reference)
 
     return _spent(make, plan, on, full)
 
@@ -154,11 +154,13 @@ def _spent(make: Callable[[Plan, Documents, Sequence[Chunk]], Pass], plan: Plan,
     clocks.run(ScheduleBuilder(small).ops(make(small, documents or small.row_documents, chunks)), costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
+    references = plan.problem.references
     stands_for: dict[str, float] = {}
     """Block or buffer -> how many of the plan it is simulated for."""
     for run in runs:
         times = 1 + run.dropped * run.period / len(run.blocks)
-        stands_for |= {name: times for i in run.blocks for name in (plan.blocks[i].name, *plan.blocks[i].buffers)}
+        for block in (plan.blocks[i] for i in run.blocks):
+            stands_for |= dict.fromkeys((block.name, *_with_references(block, references)), times)
     busy_s = dict.fromkeys(LANES, 0.0)
     for op, start, end in clocks.times:
         busy_s[op.lane] += (end - start) * stands_for.get(op.block, 1.0)
@@ -190,7 +192,8 @@ def num_ops(plan: Plan) -> int:
     chunk_ops = 14 * len(plan.chunks) * len(plan.blocks)
     if plan.streamed:
         chunk_ops += 4 * len(plan.chunks) * plan.window_chunks * len(plan.blocks)
-    read = sum(b.num_parts for b in plan.buffers.values() if b.frozen and b.weights == "nvme")
+    own = [b for b in plan.buffers.values() if b.reference_of is None]
+    read = sum(b.num_parts for b in own if b.frozen and b.weights == "nvme")
     return chunk_ops + read + sum(4 * b.num_parts for b in plan.buffers.values() if b.state in ("ram", "nvme"))
 
 
@@ -198,10 +201,11 @@ def _runs(plan: Plan) -> list[_Run]:
     """Blocks in order; layers in runs of equals."""
     sets = (plan.saved_graphs, plan.offloaded_graphs, plan.saved_on_gpu, plan.spilled)
     counts = [Counter(block for block, _ in keys) for keys in sets]
-    same = representatives(plan.blocks)
+    same, references = representatives(plan.blocks), plan.problem.references
     kinds: list[object] = []
     for i, block in enumerate(plan.blocks):
-        buffers = [replace(plan.buffers[name], name="") for name in block.buffers]
+        names = _with_references(block, references)
+        buffers = [replace(plan.buffers[name], name="", reference_of=None) for name in names]
         kinds.append((same[i], buffers, i in plan.recomputed, *(count[i] for count in counts)))
     distinct: list[object] = []
     for kind in kinds:
@@ -220,6 +224,11 @@ def _runs(plan: Plan) -> list[_Run]:
         runs.append(_Run(list(range(start, start + simulated * period)), times - simulated, period))
         start += times * period
     return runs
+
+
+def _with_references(block: BlockShape, references: Mapping[str, str]) -> list[str]:
+    """A block's buffers, and those that keep their first values."""
+    return [*block.buffers, *(references[name] for name in block.buffers if name in references)]
 
 
 def _repeats(kinds: Sequence[int], start: int, period: int) -> int:
@@ -331,7 +340,8 @@ def _joined(plan: Plan, on: Conditions, times: int) -> Conditions:
 def _shallow(plan: Plan, blocks: list[int]) -> Plan:
     """The plan of a model that has these blocks only."""
     number = {old: new for new, old in enumerate(blocks)}
-    names = {name for i in blocks for name in plan.blocks[i].buffers}
+    references = plan.problem.references
+    names = {name for i in blocks for name in _with_references(plan.blocks[i], references)}
 
     def alone(block: BlockShape) -> BlockShape:
         """With what is left of the blocks before it in the place of those that are not."""

@@ -167,7 +167,8 @@ def _whole_run(task: PlanRequest, plan: Plan, on: Conditions, simulation: Simula
     between_s = validations * validation_s + (samples["times"] * samples["seconds"] if samples else 0.0)
     between_s += reference["seconds"] if reference else 0.0
     generations = _generations(task, plan, on)
-    between_s += generations["times"] * (generations["sampling_s"] + generations["logps_s"]) if generations else 0.0
+    if generations:
+        between_s += generations["times"] * sum(v for name, v in generations.items() if name.endswith("_s"))
     idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])
     held_up_s = max(0.0, through / machine.nvme_write_bytes_per_s - idle_s)
     per_step = simulation.bytes["nvme_write"]
@@ -212,15 +213,12 @@ def _reference(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any] 
 
 def _generations(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any] | None:
     """What completions are sampled to be trained on, if each has all tokens that it may have: how often, and seconds of
-    each time for sampling, and for their log-probabilities where several steps are trained on them. What rewards take
-    is not known. None where the recipe asks for none."""
+    each time as `PlanRequest.generation_s`. What rewards take is not known. None where the recipe asks for none."""
     train, config = task.recipe.train, task.recipe.grpo
     if train.objective not in SAMPLED:
         return None
-    full = num_ops(plan) <= WHOLE_OPS
     steps, space = task.steps_per_generation, plan.problem.samples
     assert space is not None
-    logps_s = config.steps_per_generation * estimate_evaluation(plan, on, full=full) if steps > 1 else 0.0
     return {
         "times": -(-train.steps // steps),
         "steps": steps,
@@ -228,8 +226,7 @@ def _generations(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any
         "at_once": space.prompts,
         "completions": config.num_generations,
         "tokens": config.max_completion_length,
-        "sampling_s": task.generation_s(plan, on, full=full),
-        "logps_s": logps_s,
+        **task.generation_s(plan, on, full=num_ops(plan) <= WHOLE_OPS),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.engine.config import PART_STEP, SAMPLED, Recipe, parse_bytes
 from penstock.engine.forecast.choices import chunk_options
 from penstock.engine.forecast.costs import Calibration, Conditions
-from penstock.engine.forecast.extrapolate import estimate_completions
+from penstock.engine.forecast.extrapolate import estimate_completions, estimate_evaluation
 from penstock.engine.forecast.least import MemoryTier, NoPlanError, helps, least, why_not
 from penstock.engine.forecast.problem import (
     ALLOCATOR_SHARE,
@@ -51,10 +51,10 @@ from penstock.storage.tier.layout import part_numel_even
 
 
 def buffer_shapes(spec: ModelSpec, recipe: Recipe) -> tuple[BufferShape, ...]:
-    """The model's flat buffers, cut into parts as the recipe says."""
+    """The model's flat buffers, and those of its reference where one is kept, cut into parts as the recipe says."""
     part_bytes = parse_bytes(recipe.storage.part_bytes, "storage.part_bytes")
     whole = find_optimizer(recipe.train).granularity == "parameter"
-    return tuple(
+    shapes = [
         buffer_shape(
             name,
             buffer,
@@ -62,7 +62,9 @@ def buffer_shapes(spec: ModelSpec, recipe: Recipe) -> tuple[BufferShape, ...]:
             recipe.train.compute_dtype,
         )
         for name, buffer in spec.buffers.items()
-    )
+    ]
+    kept = [shape for shape in shapes if not shape.frozen] if recipe.keeps_reference else []
+    return (*shapes, *(shape.reference for shape in kept))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +229,7 @@ class PlanRequest:
                     only=only,
                     before=before,
                     rough=rough,
-                    beside=lambda plan: self.generation_s(plan, on) / self.steps_per_generation,
+                    beside=lambda plan: sum(self.generation_s(plan, on).values()) / self.steps_per_generation,
                 )
             except NoPlanError as error:
                 refusal = error
@@ -244,11 +246,19 @@ class PlanRequest:
         grpo = self.recipe.grpo
         return self.recipe.train.global_batch_size * grpo.steps_per_generation // grpo.num_generations
 
-    def generation_s(self, plan: Plan, on: Conditions, *, full: bool = False) -> float:
-        """Seconds in which completions are sampled, if each has all tokens that it may have."""
-        if self.recipe.train.objective not in SAMPLED:
-            return 0.0
-        return estimate_completions(plan, on, prompts=self.prompts_per_generation, full=full)
+    def generation_s(self, plan: Plan, on: Conditions, *, full: bool = False) -> dict[str, float]:
+        """Seconds in which the completions of a generation, if each has all tokens that it may have, are sampled, and
+        find their log-probabilities where several steps are trained on them, and those of the reference model."""
+        recipe, steps = self.recipe, self.recipe.grpo.steps_per_generation
+        if recipe.train.objective not in SAMPLED:
+            return {}
+        wants_old = self.steps_per_generation > 1 or (recipe.keeps_reference and recipe.train.objective == "rloo")
+        of_reference = {"of_reference": True, "full": full}
+        return {
+            "sampling_s": estimate_completions(plan, on, prompts=self.prompts_per_generation, full=full),
+            "logps_s": steps * estimate_evaluation(plan, on, full=full) if wants_old else 0.0,
+            "reference_s": steps * estimate_evaluation(plan, on, **of_reference) if recipe.keeps_reference else 0.0,
+        }
 
     def _placed(self) -> list[PlanRequest]:
         """The same with each place for completions, the best first: more time goes to them than to steps."""

@@ -25,12 +25,12 @@ def measure(given: Sequences, options: GrpoConfig) -> Measured:
     log_ratios = scores - old
     if options.importance_sampling_level == "sequence":
         log_ratios = (given.sums(log_ratios) / lengths.clamp(min=1))[given.sequence]
-    advantages = given.columns[ADVANTAGE][given.sequence]
-    losses, clipped = _clipped(torch.exp(log_ratios), advantages, options)
+    ratios, advantages = torch.exp(log_ratios), given.columns[ADVANTAGE][given.sequence]
+    losses, clipped = _clipped(ratios, advantages, options)
     metrics = {"clip_ratio/region_mean": clipped}
     if options.beta:
         behind = given.of_targets[BASE] - scores
-        kl = torch.exp(behind) - behind - 1
+        kl = (torch.exp(behind) - behind - 1) * (ratios if options.use_bias_correction_kl else 1)
         losses = losses + options.beta * kl
         metrics["kl"] = kl.detach()
     sums = given.sums(given.weights * losses)

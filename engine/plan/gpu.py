@@ -26,10 +26,13 @@ class GpuPlacement(Saving):
         super().__init__(problem, choice)
         p = problem
         self.pool = _pools(p)
-        self.in_order = sorted(p.buffers, key=lambda b: (self.pool[b.name] not in LAYER_POOLS, not b.frozen))
-        """Buffers in the order in which they find a place: layers first, embedding and head, which are large, last; of
-        either the frozen ones first, which have more traffic a byte. Of a model that is only queried those of each tier
-        are spread over its depth, so that disk and link are busy at once."""
+        self.in_order = sorted(
+            p.buffers, key=lambda b: (b.reference_of is not None, self.pool[b.name] not in LAYER_POOLS, not b.frozen)
+        )
+        """Buffers in the order in which they find a place: layers first, then embedding and head, which are large; of
+        either the frozen ones first, which have more traffic a byte; last of all the reference model's, which no step
+        needs. Of a model that is only queried those of each tier are spread over its depth, so that disk and link are
+        busy at once."""
         if not p.trains:
             numbers = {buffer.name: number for number, buffer in enumerate(p.buffers)}
             self.in_order.sort(key=lambda b: (self.pool[b.name] not in LAYER_POOLS, numbers[b.name] * GOLDEN % 1))
@@ -211,7 +214,8 @@ def _pools(problem: PlanInput) -> dict[str, Pool]:
         large = buffer.nbytes > most[buffer.frozen]
         return POOLS[(2 + 2 * (buffer.name in towers)) * large + buffer.frozen]
 
-    return {buffer.name: pool(buffer) for buffer in problem.buffers}
+    own = {buffer.name: pool(buffer) for buffer in problem.buffers if buffer.reference_of is None}
+    return own | {reference: own[name] for name, reference in problem.references.items()}
 
 
 def listing(parts: Mapping[str, int]) -> str:

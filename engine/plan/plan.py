@@ -232,6 +232,15 @@ class Plan:
             result[name] = {"activation_checkpointing": saved, **{kind: counts[kind][i] for kind in elsewhere}}
         return result
 
+    @property
+    def reference_bytes(self) -> dict[Tier, int]:
+        """Tier -> bytes of the reference model's weights there, of those that are not the model's; no tier has none."""
+        held = Counter[Tier]()
+        for buffer in self.buffers.values():
+            if buffer.reference_of is not None:
+                held[buffer.weights] += buffer.nbytes
+        return dict(held)
+
     def _item_bytes(self, buffer: BufferPlan) -> int:
         """Bytes of one parameter's weights and state, gradient excluded."""
         state = 0 if buffer.frozen else len(self.problem.state_kinds) * FP32
@@ -241,6 +250,7 @@ class Plan:
         """The plan for people and files: tier of every kind of every buffer, slots, bytes per tier."""
         saved = self._saved()
         owner = {name: block.name for block in reversed(self.blocks) for name in block.buffers}
+        own = [buffer for buffer in self.buffers.values() if buffer.reference_of is None]
         return {
             "blocks": [
                 {
@@ -255,8 +265,9 @@ class Plan:
                     "float32": b.float32,
                     **saved[b.name],
                 }
-                for b in self.buffers.values()
+                for b in own
             ],
+            "reference": self.reference_bytes,
             "chunks": len(self.chunks),
             "chunk_tokens": self.max_chunk_tokens,
             "groups": self.num_groups,

@@ -155,8 +155,9 @@ class _Planner(GpuPlacement):
         """(buffer, kind) and (block, chunk) of saved activations with their bytes, in the order in which RAM takes
         them. A byte of frozen weights saves as much reading as a byte of state, and no writing: it comes after it, but
         where weights are to be first. A byte of them saves a writing and a reading, and one of frozen weights two
-        readings or three."""
-        trained, frozen = ([b for b in rest if b.frozen is which] for which in (False, True))
+        readings or three. The reference model's come last: no step needs them."""
+        own = [b for b in rest if b.reference_of is None]
+        trained, frozen = ([b for b in own if b.frozen is which] for which in (False, True))
 
         def of_kinds(of: list[BufferShape], *kinds: str) -> Iterator[tuple[tuple[str, str], int]]:
             result = ((b, kind) for kind in kinds for b in of if kind in self.kinds_elsewhere(b))
@@ -183,6 +184,7 @@ class _Planner(GpuPlacement):
         if first == "weights":
             yield from of_kinds(waiting, "gradient")
             yield from of_kinds(trained, "state")
+        yield from of_kinds([b for b in rest if b.reference_of is not None], "weights")
 
     def _stages(self, spilling: bool, whole: int) -> _RamPlacement:
         """What passes through RAM: the hidden states, one block's pass, parts of state and, if `spilling`, saved
@@ -257,6 +259,7 @@ class _Planner(GpuPlacement):
                 frozen=shape.frozen,
                 float32=shape.float32,
                 copy_numel=shape.copy_numel,
+                reference_of=shape.reference_of,
                 pool=self.pool[shape.name],
                 weights=kinds["weights"],
                 state=None if shape.frozen else kinds["state"],
@@ -311,7 +314,8 @@ class _Planner(GpuPlacement):
         parts = {
             "state, two generations": 2 * generation,
             "kept generations": p.retained_generations * generation,
-            **({"frozen weights": frozen} if (frozen := frozen_bytes(p)) else {}),
+            **({"frozen weights": frozen} if (frozen := frozen_bytes(p) - reference_bytes(p)) else {}),
+            **({"reference weights": reference_bytes(p)} if p.references else {}),
             "weights": sum(_file_bytes(b, b.weight_bytes) for b in weights),
             "gradients": sum(_file_bytes(b, p.gradient_bytes) for b in buffers.values() if b.gradient == "nvme"),
             "spilled activations": sum(self.saved_bytes(*key) for key in spilled),
@@ -334,8 +338,13 @@ def generation_bytes(problem: PlanInput) -> int:
 
 
 def frozen_bytes(problem: PlanInput) -> int:
-    """Bytes on disk of the frozen weights, which all generations share."""
+    """Bytes on disk of the frozen weights, the reference model's among them, which all generations share."""
     return sum(_file_bytes(b, b.weight_bytes) for b in problem.buffers if b.frozen)
+
+
+def reference_bytes(problem: PlanInput) -> int:
+    """Bytes on disk of the reference model's weights, as far as they are not the model's."""
+    return sum(_file_bytes(b, b.weight_bytes) for b in problem.buffers if b.reference_of is not None)
 
 
 def _file_bytes(buffer: BufferShape, item_bytes: int) -> int:
@@ -358,7 +367,7 @@ def sample_spaces(problem: PlanInput, space: SampleSpace) -> list[SampleSpace]:
         return [replace(space, tier=tier) for tier in get_args(SampleTier)]
     share = COMPLETIONS_SHARE if space.prompts else SAMPLES_SHARE
     found: list[tuple[int, SampleSpace]] = []
-    weights = sum(buffer.nbytes for buffer in problem.buffers)
+    weights = problem.weights_bytes
     for some in space.some:
         there = replace(some, tier="gpu")
         regions = sample_regions(replace(problem, samples=there))

@@ -90,6 +90,8 @@ class BufferShape:
     """Its weights are float32 whatever the compute dtype, and stay on the GPU: routers and the like, all small."""
     copy_numel: int = 0
     """Elements of the dequantised copy that it is computed with; 0: it is computed with as it is stored."""
+    reference_of: str | None = None
+    """The trained buffer whose first values it keeps, for passes of the reference model; None: it is the model's."""
 
     @property
     def weight_bytes(self) -> int:
@@ -105,6 +107,16 @@ class BufferShape:
     def computed_numel(self) -> int:
         """Elements that are computed with."""
         return self.copy_numel or self.numel
+
+    @property
+    def reference(self) -> BufferShape:
+        """What keeps the first values of this one, which is trained."""
+        return replace(self, name=reference_name(self.name), frozen=True, reference_of=self.name)
+
+
+def reference_name(buffer: str) -> str:
+    """Name of the buffer that keeps the first values of one that is trained."""
+    return f"{buffer}.reference"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,6 +335,16 @@ class PlanInput:
     @property
     def gradient_bytes(self) -> int:
         return DTYPE_BYTES[self.gradient_dtype]
+
+    @property
+    def references(self) -> dict[str, str]:
+        """Trained buffer -> the one that keeps its first values; empty where no pass is of the reference model."""
+        return {b.reference_of: b.name for b in self.buffers if b.reference_of is not None}
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the weights of one model."""
+        return sum(buffer.nbytes for buffer in self.buffers if buffer.reference_of is None)
 
     @property
     def trains(self) -> bool:

@@ -51,8 +51,8 @@ class Batch:
 
 @dataclass(slots=True)
 class EvaluationData(Batch):
-    without_adapter: bool = False
-    """Whether the model is the one that the adapter is trained beside."""
+    of_reference: bool = False
+    """Whether the model is the one that the run began with."""
     with_statistics: bool = False
     """Whether the objective's statistics of the targets are found as well."""
     scores: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
@@ -160,11 +160,11 @@ class BatchCarrier:
         return StepData(**self._batch(micro_batches), cursor=cursor, known=known or {})
 
     def evaluation(
-        self, micro_batches: Sequence[MicroBatch], *, without_adapter: bool = False, with_statistics: bool = False
+        self, micro_batches: Sequence[MicroBatch], *, of_reference: bool = False, with_statistics: bool = False
     ) -> EvaluationData:
         """Of as many micro-batches as a step has, or fewer."""
         batch = self._batch(micro_batches)
-        return EvaluationData(**batch, without_adapter=without_adapter, with_statistics=with_statistics)
+        return EvaluationData(**batch, of_reference=of_reference, with_statistics=with_statistics)
 
     def samples(
         self,

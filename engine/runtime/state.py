@@ -17,7 +17,7 @@ from penstock.engine.model.quantise import dequantised, quantised
 from penstock.engine.model.spec import BufferSpec
 from penstock.engine.optim.base import MASTER
 from penstock.engine.plan.plan import BufferPlan, Plan
-from penstock.engine.plan.problem import BufferShape
+from penstock.engine.plan.problem import BufferShape, reference_name
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
 from penstock.engine.runtime.past import StateReader
 from penstock.engine.runtime.sources import WEIGHTS, Weights
@@ -65,7 +65,8 @@ def fill_store(
     meta: dict[str, Any],
 ) -> float:
     """Write the first generation: master weights from `buffers` (one at a time), all other state zero; of what is
-    frozen the weights, rounded or quantised. The largest relative error of a matrix that was quantised."""
+    frozen the weights, rounded or quantised; for the reference model rounded ones of what is trained as well. The
+    largest relative error of a matrix that was quantised."""
     specs = {(spec.buffer, spec.kind): spec for spec in store.arrays()}
     total, written, worst = sum(buffer.numel for buffer in specs_of.values()), 0, 0.0
     for name, tensors in buffers:
@@ -79,10 +80,14 @@ def fill_store(
             )
         worst = max(worst, error)
         ranges = specs[name, main].parts()
+        kept = specs.get((reference_name(name), WEIGHTS))
         zeros = empty_aligned(max(end - start for start, end in ranges), torch.float32).zero_()
         for part, (start, end) in enumerate(ranges):
             futures = [store.write(name, main, part, values[start:end])]
             futures += [store.write(name, kind, part, zeros[: end - start]) for kind in kinds if kind != main]
+            if kept is not None:
+                rounded = empty_aligned(end - start, getattr(torch, kept.dtype)).copy_(values[start:end])
+                futures.append(store.write(kept.buffer, kept.kind, part, rounded))
             for future in futures:
                 future.result()
             written += end - start

@@ -55,16 +55,13 @@ def hidden_slots(plan: Plan, gpu: GpuMemory, dtype: torch.dtype) -> list[Tensor]
     return [laid_out(raw, (dtype, shape))[0] for raw in gpu.slots[r.GPU_HIDDEN]]
 
 
-def _adds(name: str) -> bool:
-    """Whether a parameter is the one of an adapter without which the adapter adds nothing."""
-    return not {"lora_B", "lora_embedding_B"}.isdisjoint(name.split("."))
-
-
 class Views:
-    """Looks operands up; allocates nothing, but for zeros in place of an adapter that is left out."""
+    """Looks operands up; allocates nothing."""
 
     def __init__(self, plan: Plan, runner: ModelRunner, gpu: GpuMemory, ram: RamMemory) -> None:
-        self.plan, self.layouts, self.runner, self.gpu, self.ram = plan, layouts(runner.spec), runner, gpu, ram
+        self.plan, self.runner, self.gpu, self.ram = plan, runner, gpu, ram
+        own, self._references = layouts(runner.spec), plan.problem.references
+        self.layouts = own | {reference: own[name] for name, reference in self._references.items()}
         self.device, self.dtype = runner.device, runner.dtype
         self.gradient_dtype: torch.dtype = getattr(torch, plan.problem.gradient_dtype)
         self._blocks = {block.name: (i, block) for i, block in enumerate(plan.blocks)}
@@ -101,12 +98,12 @@ class Views:
     # ------------------------------------------------------------------ buffers
 
     def weights(self, op: Op) -> dict[str, Tensor]:
-        """Parameters of every buffer of the op's block, by name."""
+        """Parameters of every buffer of the op's block, by name: the reference model's in a pass of that."""
+        of_reference = op.batch in self.evaluated and self.evaluated[op.batch].of_reference
         views: dict[str, Tensor] = {}
         for name in self._blocks[op.block][1].buffers:
-            views.update(self._buffer_views("weights", name, op.slots[name]))
-        if op.batch in self.evaluated and self.evaluated[op.batch].without_adapter:
-            views |= {name: torch.zeros_like(view) for name, view in views.items() if _adds(name)}
+            held = self._references.get(name, name) if of_reference else name
+            views.update(self._buffer_views("weights", held, op.slots[held]))
         return views
 
     def gradients(self, op: Op) -> GradientSums:

@@ -16,7 +16,7 @@ from functools import partial
 
 from penstock.engine.plan.activations import BETWEEN, GRADIENT_OF
 from penstock.engine.plan.plan import Chunk, Plan
-from penstock.engine.plan.problem import LAYER_POOLS
+from penstock.engine.plan.problem import LAYER_POOLS, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.activations import ActivationSchedule
@@ -73,6 +73,7 @@ class ScheduleBuilder:
         """Buffer -> the first block that computes with it, for which it is updated."""
         self._last_user: dict[str, int] = {}
         """Buffer that is trained -> the block that is the last to add to its gradient."""
+        self._references = plan.problem.references
         self._behind: int | None = None
         """Slot of the recurrent state behind the chunk that went forward last; None where nothing follows."""
         for index, block in reversed(list(enumerate(plan.blocks))):
@@ -200,7 +201,7 @@ class ScheduleBuilder:
                     loads.append(self._state.commit)
                 else:
                     self._state.commit()
-        loads += self._state.fetch(block, turns)
+        loads += self._state.fetch(self._weights(block), turns)
         if task.mode in WITH_GRADIENTS:
             for name in block.buffers:
                 if not self._plan.buffers[name].frozen:
@@ -212,7 +213,7 @@ class ScheduleBuilder:
         of those that wait for the next group the visit with whose end they have to be gone, and what moves them, to be
         emitted between small copies that are wanted sooner."""
         block = self._plan.blocks[task.layer]
-        self._state.release(block)
+        self._state.release(self._weights(block))
         done = task.chunk is task.group.chunks[0] if task.mode == "backward" else task.mode == "loss"
         offloading: list[tuple[int, deque[Load]]] = []
         for name in block.buffers if done else ():
@@ -332,10 +333,15 @@ class ScheduleBuilder:
             return [GRADIENT_OF[kind] for kind in block.input_kinds], block.inputs[0]
         return (), task.layer
 
+    def _weights(self, block: BlockShape) -> list[str]:
+        """Buffers that the pass computes a block with."""
+        references = self._references if self._pass.of_reference else {}
+        return [references.get(name, name) for name in block.buffers]
+
     def _operands(self, task: Task) -> _Operands:
         block, state = self._plan.blocks[task.layer], self._state
         operands = _Operands()
-        for name in block.buffers:
+        for name in self._weights(block):
             operands.weights.append(state.operand(name))
             operands.slots[name] = state.weight_slot.get(name, WHOLE)
             if task.mode in WITH_GRADIENTS and not self._plan.buffers[name].frozen:

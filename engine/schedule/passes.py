@@ -47,6 +47,8 @@ class Pass:
     """Of samples: how many of each layer's keys and values are there already."""
     seen_tokens: int = 0
     """How many of them queries see, those that several sequences have in common once for each."""
+    of_reference: bool = False
+    """Computed with the first values of all that is trained."""
 
     @property
     def trains(self) -> bool:
@@ -86,9 +88,16 @@ def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
 
 
 def evaluation(
-    plan: Plan, step: int, batch: int, *, documents: Documents, chunks: Sequence[Chunk] | None = None
+    plan: Plan,
+    step: int,
+    batch: int,
+    *,
+    documents: Documents,
+    chunks: Sequence[Chunk] | None = None,
+    of_reference: bool = False,
 ) -> Pass:
-    """The loss of the micro-batches of `documents` as of the end of step `step`: a forward that nothing follows.
+    """The loss of the micro-batches of `documents` as of the end of step `step`, or by the reference model: a forward
+    that nothing follows.
 
     There are no more of them than a group has; `chunks` as for a step. `batch` is above 0 and no other's after the
     step.
@@ -98,7 +107,8 @@ def evaluation(
         chunks = [chunk for chunk in plan.group_chunks if chunk.micro_batch < len(documents)]
     # The last block begins with the chunk that was computed last.
     group = _forward_only(plan, "evaluate", list(chunks), list(chunks)[::-1])
-    return Pass(step=step, batch=batch, groups=[group], ends=a.EVALUATE, documents=documents)
+    ends = a.EVALUATE
+    return Pass(step=step, batch=batch, groups=[group], ends=ends, documents=documents, of_reference=of_reference)
 
 
 def sampling(

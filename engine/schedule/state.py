@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from penstock.engine.plan.plan import BufferPlan, Plan
-from penstock.engine.plan.problem import FP32, POOLS, BlockShape
+from penstock.engine.plan.problem import FP32, POOLS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import WHOLE, Emitter, Slots
@@ -182,14 +182,14 @@ class StateSchedule:
             self._copied = self._content(name)
         return copy
 
-    def fetch(self, block: BlockShape, turns: int) -> list[Load]:
-        """Pin slots for the weights of all buffers of `block`; what brings them there, unless they are there.
+    def fetch(self, buffers: Iterable[str], turns: int) -> list[Load]:
+        """Pin slots for the weights of a block's `buffers`; what brings them there, unless they are there.
 
         The caller emits the loads in order, before the block's first op: in up to `turns` turns, between which small
         copies that are wanted sooner take theirs. Nothing overtakes on a lane.
         """
         loads: list[Load] = []
-        for name in block.buffers:
+        for name in buffers:
             buffer = self._plan.buffers[name]
             if buffer.weights == "gpu":
                 continue
@@ -202,9 +202,9 @@ class StateSchedule:
             self.weight_slot[name] = slot
         return loads
 
-    def release(self, block: BlockShape) -> None:
+    def release(self, buffers: Iterable[str]) -> None:
         """Unpin what `fetch` pinned; it stays until its slot is wanted."""
-        for name in block.buffers:
+        for name in buffers:
             buffer = self._plan.buffers[name]
             if buffer.weights != "gpu":
                 self._weights[buffer.pool].release(self.weight_slot[name], keep=True)

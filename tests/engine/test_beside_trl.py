@@ -286,7 +286,14 @@ SAMPLED = {
         {"importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 3e-3, "loss_type": "bnpo"},
         {"importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 3e-3, "loss_type": "bnpo"},
     ),
+    "grpo, held to the reference": ({"beta": 0.2}, {"beta": 0.2}),
+    "grpo, twice, held to the reference by completion": (
+        {"beta": 0.2, "num_iterations": 2, "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
+        {"beta": 0.2, "num_iterations": 2, "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
+    ),
+    "grpo, twice, held to the reference": ({"beta": 0.2, "num_iterations": 2}, {"beta": 0.2, "num_iterations": 2}),
     "rloo": ({"num_iterations": 2}, {"num_iterations": 2}),
+    "rloo, held to the reference": ({"beta": 0.2}, {"beta": 0.2}),
 }
 REWARD = """
 def vowels(completions, **_):
@@ -335,7 +342,7 @@ def test_completions_train_as_in_trl(tmp_path: Path, monkeypatch: pytest.MonkeyP
         more["rollout_func"] = rollouts
     else:
         monkeypatch.setattr(RLOOTrainer, "_generate_single_turn", lambda *_: generations.pop(0).completions)
-    expected = by_trl(tmp_path / "trl", model, rows, trainer, config, start, objective=objective, **theirs | more)
+    expected = by_trl(tmp_path / "trl", model, rows, trainer, config, start, objective=objective, **more | theirs)
     require_alike(found, expected, objective)
     assert len({round(m.measured["reward"], 6) for m in observer.metrics}) > 3
 

@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import random
 import signal
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from penstock.engine.data.completions import CompletionLoader, Generation
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.spec import ModelSpec
+from penstock.engine.opening import first_values
 from penstock.engine.rewards.rewards import Rewards
 from penstock.storage.files.errors import UserError
-from penstock.storage.generations.store import NvmeStore
 
 REWARD = """
 def letters(completions, wanted, **_):
@@ -71,7 +70,7 @@ def outcome(folder: Path, observer: tiny.Silent) -> tuple[Any, ...]:
 MOMENTS: list[tuple[Any, str, int]] = [
     *((passes.Forward, "__call__", moment) for moment in (1, 4, 9)),
     *((Generation, "save", moment) for moment in range(1, 6)),
-    *((rollouts, "_log_probabilities", moment) for moment in (1, 2)),
+    *((rollouts, "_log_probabilities", moment) for moment in (1, 2, 4)),
     *((Rewards, "scores", moment) for moment in (1, 2, 3)),
     *((session.Session, "begin_step", moment) for moment in range(1, STEPS + 1)),
     *((session.Session, "_commit", moment) for moment in (1, 3)),
@@ -81,13 +80,13 @@ MOMENTS: list[tuple[Any, str, int]] = [
 def dying(folder: Path, place: int) -> None:
     """Train, and die by SIGKILL at that call."""
     die_at_call(*MOMENTS[place])
-    run(folder, tiny.Silent())
+    run(folder, tiny.Silent(), beta=0.2)
 
 
 @pytest.mark.sampled
 def test_kill_9_in_any_phase_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = tiny.Silent()
-    run(tmp_path / "straight", straight)
+    run(tmp_path / "straight", straight, beta=0.2)
     expected = outcome(tmp_path / "straight", straight)
     processes = multiprocessing.get_context("forkserver")
     for place in random.Random(0).sample(range(len(MOMENTS)), samples(3, len(MOMENTS))):
@@ -96,7 +95,7 @@ def test_kill_9_in_any_phase_resumes_bit_for_bit(tmp_path: Path) -> None:
         child.start()
         child.join(600)
         assert child.exitcode == -signal.SIGKILL, MOMENTS[place]
-        run(folder, observer, resume=(folder / "state" / "manifest.json").exists())
+        run(folder, observer, resume=(folder / "state" / "manifest.json").exists(), beta=0.2)
         assert outcome(folder, observer) == expected, MOMENTS[place]
 
 
@@ -172,33 +171,52 @@ def test_completions_are_the_same_wherever_their_prompts_lie(tmp_path: Path, mon
     assert losses[1] == pytest.approx(losses[2], rel=1e-5, abs=1e-7)
 
 
-def test_the_reference_of_an_adapter_is_the_model_beside_it(tmp_path: Path) -> None:
-    """Log-probabilities of completions without the adapter are those of the base, whatever was trained meanwhile."""
-    folder, observer = tmp_path / "run", tiny.Silent()
-    run(
-        folder,
-        observer,
-        adapter=AdapterConfig(method="lora", rank=2),
-        beta=0.3,
-        num_iterations=1,
-        max_completion_length=5,
-    )
+ADAPTERS = {
+    "every parameter": AdapterConfig(),
+    "lora": AdapterConfig(method="lora", rank=2),
+    "dora": AdapterConfig(method="dora", rank=2),
+}
+TIERS = {
+    "nvme": BudgetConfig(gpu="least", ram="least"),
+    "ram": BudgetConfig(gpu="least", ram="64MiB"),
+    "gpu": BudgetConfig(gpu="64MiB", ram="64MiB"),
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("trained", ADAPTERS)
+def test_the_reference_is_the_model_as_it_was_before_the_first_step(tmp_path: Path, trained: str, tier: str) -> None:
+    """Log-probabilities of completions by the reference are those of the first weights, whatever was trained since, and
+    wherever a plan keeps them."""
+    folder, observer, adapter = tmp_path / "run", tiny.Silent(), ADAPTERS[trained]
+    run(folder, observer, adapter=adapter, budgets=TIERS[tier], beta=0.3, num_iterations=1)
+    held = observer.plan["reference"]
+    assert held
+    assert ("nvme" in held) == (tier == "nvme")
     assert observer.metrics[0].measured["kl"] == 0
     assert observer.metrics[-1].measured["kl"] > 1e-6
     made = Generation.read(folder / "data" / "generations", STEPS - 1)
     assert made is not None
-    corpus, recipe = TokenCorpus(folder / "data" / "corpus"), tiny.recipe(model=tiny.model(vocab_size=None))
-    spec = tiny.spec_of(model_config(recipe, 300), (), AdapterConfig(method="lora", rank=2))
-    with closing(NvmeStore.open(folder / "state", read_only=True)) as store:
-        found = tiny.parameters(store, spec)
+    corpus = TokenCorpus(folder / "data" / "corpus")
+    recipe = tiny.recipe(model=tiny.model(vocab_size=None), train=tiny.training(), adapter=AdapterConfig())
+    spec = tiny.spec_of(model_config(recipe, 300))
+    _, buffers = first_values(spec, recipe, None, None)
+    first = {name: tensor for _, tensors in buffers for name, tensor in tensors.items()}
     model: Any = AutoModelForCausalLM.from_config(spec.config, dtype=torch.float32).eval()
-    frozen = {name.replace(".base_layer", ""): w for name, w in found.items() if "lora_" not in name}
-    model.load_state_dict(frozen)
+    model.load_state_dict(first)
     for document, ids, expected in zip(made.documents, made.completions, made.base, strict=True):
         prompt = corpus.tokens[corpus.starts[document] : corpus.starts[document + 1]].tolist()
         logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
         logps = torch.log_softmax(logits.double(), -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
         assert logps.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_run_without_a_reference_cannot_be_given_one(tmp_path: Path) -> None:
+    for number, (before, after) in enumerate([(0.0, 0.3), (0.3, 0.0)]):
+        folder = tmp_path / str(number)
+        run(folder, tiny.Silent(stop_after=1), beta=before)
+        with pytest.raises(UserError, match=rf"grpo.beta: {after} in the recipe, {before} in the run"):
+            run(folder, tiny.Silent(), resume=True, beta=after)
 
 
 def test_samples_show_completions_with_their_rewards(tmp_path: Path) -> None:

@@ -138,7 +138,11 @@ CASES = (
     Case("samples.every=4", (*_REWARD, _SAMPLED[1]), _SAMPLED[1:]),
     Case('grpo.reward=["rewards.py:right"]', (), _GRPO[:2]),
     *(Case(f"grpo.{setting}", (), _GRPO) for setting in _OF_REWARDS),
-    Case("grpo.beta=0.1", (), (*_GRPO, "adapter.method=lora")),
+    Case("grpo.beta=0.1", (), _GRPO),
+    *(
+        Case("grpo.use_bias_correction_kl=false", idle, (*_GRPO, "grpo.beta=0.1"))
+        for idle in ((), (*_RLOO, "grpo.beta=0.1"), _GRPO)
+    ),
     Case("train.validate_every=4", (*_GRPO, "data.validation_documents=4"), ("data.validation_documents=4",)),
     *(Case(f"grpo.{setting}", _RLOO, _GRPO) for setting in _OF_REWARDS[-4:-1]),
     Case("train.validate_every=4", (), ("data.validation_documents=4",)),

@@ -52,6 +52,7 @@ def problem(
     quantised: bool = False,
     skips: bool = False,
     vision: bool = False,
+    references: bool = False,
     **more: Any,
 ) -> PlanInput:
     """A small model with four pages of parameters per layer and `edge` of them in embedding and head.
@@ -61,7 +62,7 @@ def problem(
     have those as a block of their own, or in so many `groups`;
     those in `recurrent` carry a state, and attend as well where the window is whole; heads of those in `wide` are twice
     as wide. `quantised`: of layers and experts what is frozen. `skips`: groups that nothing is sent to are skipped.
-    `vision`: the first block is a tower.
+    `vision`: the first block is a tower. `references`: first values are kept of what is trained.
     """
     blocks = [BlockShape(name=name, kind=name, buffers=(name,)) for name in ("vision", "embed")[not vision :]]
     whole = more.get("kv_window", SIZES["kv_window"]) == "whole"
@@ -125,6 +126,7 @@ def problem(
     if quantised:
         quantisable = (b.frozen and not b.float32 and b.name.startswith("layers.") for b in buffers)
         buffers = [_quantised(b) if yes else b for b, yes in zip(buffers, quantisable, strict=True)]
+    buffers += [buffer.reference for buffer in buffers if references and not buffer.frozen]
     more |= {"routing": Routing(2 * groups, 1, groups)} if skips and experts and groups > 1 else {}
     return PlanInput(blocks=tuple(blocks), buffers=tuple(buffers), state_kinds=STATE_KINDS, **SIZES | more)
 
@@ -197,6 +199,7 @@ BOTH = {
     "kept": some_blocks,
     "quantised": st.booleans(),
     "vision": st.booleans(),
+    "references": st.booleans(),
 }
 general = st.builds(
     problem,

@@ -171,6 +171,33 @@ def test_what_is_frozen_takes_room_for_its_weights_alone() -> None:
     assert (blocks["layers.1.frozen"]["state"], blocks["layers.1.frozen"]["gradient"]) == (None, None)
 
 
+def test_a_reference_model_passes_through_the_slots_of_the_one_that_is_trained() -> None:
+    """It needs no memory, but a drive; and what memory nothing else wants keeps some of it there."""
+    page = 2048
+    shape: dict[str, Any] = {"halves": frozenset({1}), "edge": 4}
+    kept = {"references": True, **shape}
+    for tier in ("gpu", "ram"):
+        assert floor(tier, **kept) == floor(tier, **shape)
+    scarce = {
+        "gpu_budget": floor("gpu", **shape),
+        "ram_budget": floor("ram", gpu_budget=floor("gpu", **shape), **shape),
+    }
+    plan, without = made(**kept | scarce), made(**shape | scarce)
+    assert (plan.weight_slots, plan.weight_slot_bytes) == (without.weight_slots, without.weight_slot_bytes)
+    assert plan.reference_bytes == {"nvme": 2 * (4 + 1 + 4 + 4 + 4) * page}
+    files = (b for b in plan.buffers.values() if b.reference_of is not None)
+    on_disk = sum(b.num_parts * ChunkFormat(b.part_numel * 2).file_bytes for b in files)
+    assert plan.tiers["nvme"].parts["reference weights"] == on_disk
+    assert plan.tiers["nvme"].parts["frozen weights"] == without.tiers["nvme"].parts["frozen weights"]
+    assert [b["name"] for b in plan.to_json()["blocks"]] == [b["name"] for b in without.to_json()["blocks"]]
+    for more in range(0, 2_000_000, 50_000):
+        plan = made(**kept | scarce | {"ram_budget": scarce["ram_budget"] + more})
+        own = {getattr(b, kind) for b in plan.buffers.values() if not b.frozen for kind in ("weights", "state")}
+        assert own == {"ram"} or set(plan.reference_bytes) == {"nvme"}
+    assert set(plan.reference_bytes) == {"ram"}
+    assert set(made(**kept).reference_bytes) == {"gpu"}
+
+
 def test_what_has_ram_before_frozen_weights_do() -> None:
     """State: a byte of either spares as much reading, and that of state writing as well; unless weights are to be
     first. Records, where the choice says so."""

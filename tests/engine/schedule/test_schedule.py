@@ -73,7 +73,7 @@ def steps_of(
     filled: Sequence[list[int | None]] = (),
 ) -> list[Op]:
     """Ops of a whole run that commits every other step, be it in a validation; `filled`: of the first few steps, and of
-    the validations after them."""
+    the validations after them. The second validation of a step is of the reference model, where there is one."""
     builder = ScheduleBuilder(plan)
     padding = dict(enumerate(filled, start=1))
     ops: list[Op] = []
@@ -86,7 +86,8 @@ def steps_of(
             looked_at = (documents or plan.row_documents)[:count]
             commit = number == 1 and count == 1 and step % 2 == 0  # else the next step commits, or the end
             chunks = filled_chunks(plan.chunks, padding[step][:count]) if step in padding else None
-            pass_ = evaluation(plan, step, number, documents=looked_at, chunks=chunks)
+            of_reference = bool(plan.problem.references) and number == 2
+            pass_ = evaluation(plan, step, number, documents=looked_at, chunks=chunks, of_reference=of_reference)
             ops += builder.ops(pass_, commit_previous=commit)
         if plan.problem.samples is not None:
             ops += samples_of(plan, builder, step)
@@ -131,7 +132,8 @@ def test_every_access_is_ordered_whatever_the_plan(plan: Plan, passes: dict[int,
     for name in frozen:
         assert (plan.buffers[name].state, plan.buffers[name].gradient) == (None, None)
         pool = plan.buffers[name].pool
-        assert plan.gradient_slots[pool] == 0 or pool == "float32", "which those that are trained share"
+        shares = pool == "float32" or plan.buffers[name].reference_of is not None
+        assert shares or plan.gradient_slots[pool] == 0
 
 
 @sampled(25, 100)
@@ -148,7 +150,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
         (r.GPU_DKV,): DKV_SLOTS,
         (r.GPU_SAMPLE_KV,): len(sample_regions(plan.problem).stages),
     }
-    version = dict.fromkeys(plan.buffers, 0)
+    version, references = dict.fromkeys(plan.buffers, 0), plan.problem.references
     held: dict[r.Resource, tuple[str, int]] = {}
     computed: Counter[tuple[int, a.Action, str, int]] = Counter()
     evaluated: Counter[tuple[int, int, str, int]] = Counter()
@@ -189,6 +191,7 @@ def test_slots_stay_within_the_plan_and_hold_what_is_read(plan: Plan, passes: di
                 computed[op.step, op.action, op.block, op.index] += 1
             block = next(b for b in plan.blocks if b.name == op.block)
             for name in block.buffers:
+                name = references.get(name, name) if op.batch == 2 else name
                 buffer = plan.buffers[name]
                 # One update of the waiting gradient lies between any two steps, and before a validation.
                 assert version[name] == (0 if buffer.frozen else newest)
@@ -227,7 +230,7 @@ def test_weights_that_have_just_been_made_are_not_read_back(plan: Plan, passes: 
         assert not (op.action in (a.READ_WEIGHTS, a.READ_WEIGHTS_WHOLE) and op.block in unused), op
         if op.action is a.WRITE_WEIGHTS:
             unused.add(op.block)
-        if op.action in TRAINS | EVALUATES | GENERATES:
+        if op.action in TRAINS | EVALUATES | GENERATES and not (plan.problem.references and op.batch == 2):
             unused.difference_update(users[op.block])
 
 
@@ -380,6 +383,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "a state from chunk to chunk on NVMe": (SCARCE | {"recurrent": frozenset({0, 1})}, PlanOptions()),
     "halves frozen, quantised": (SCARCE | {"halves": frozenset({1, 2}), "quantised": True}, PlanOptions()),
     "a vision tower, in groups, with samples": (SAMPLES | SCARCE | {"vision": True}, PlanOptions(group=1)),
+    "a reference on NVMe": (SCARCE | {"references": True, "device_reads": False}, PlanOptions()),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(offloaded_graphs="all")),
 }
 """Problems and choices in which every action has its place."""
