@@ -333,11 +333,12 @@ def _end(page: Page, forecast: dict[str, Any]) -> None:
     run = forecast.get("run") or {}
     page.head("whole run", f"{forecast['steps']:,} steps in {duration_text(run.get('seconds'))}")
     if made := run.get("generations"):
+        every = f"every {made['steps']:,} steps" if made["steps"] > 1 else "before each step"
+        of_logps = {"": made["logps_s"], " by the reference model": made["reference_s"]}
+        words = [f", {seconds_text(took)} for log-probabilities{by}" for by, took in of_logps.items() if took]
         page.wrapped(
-            f"every {made['steps']:,} steps {made['prompts']:,} x {made['completions']:,} completions of up to "
-            f"{made['tokens']:,} tokens are sampled: {seconds_text(made['sampling_s'])}"
-            + (f", and {seconds_text(made['logps_s'])} for their log-probabilities" if made["logps_s"] else "")
-            + (f", {seconds_text(made['reference_s'])} for the reference model's" if made["reference_s"] else ""),
+            f"{every} {made['prompts']:,} x {made['completions']:,} completions of up to {made['tokens']:,} tokens are "
+            f"sampled: {seconds_text(made['sampling_s'])}{''.join(words)}",
             "text",
         )
     if reference := run.get("reference"):
