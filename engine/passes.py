@@ -182,7 +182,6 @@ class Forward:
             chunks=[one.chunk for one in data.chunks.values()],
             wanted=[i for i, one in data.chunks.items() if i == len(pieces) - 1 or any(row.wanted for row in one.rows)],
             read_tokens=sum(end - first for first, end in read),
-            seen_tokens=sum(row.start for row in rows if len(row.ids) == 1),
         )
         commit, self._commit = self._commit, False
         for op in _start(on, pass_, commit):

@@ -221,10 +221,7 @@ class Costs:
         offloading = 0.0
         if a.GRAPH in op.slots and op.action.phase == "forward":  # read and written
             offloading = 2 * offloaded_graph_bytes(block, self.tokens(op)) / self._machine.gpu_copy_bytes_per_s
-        # Keys and values that single queries see are gathered, taken to float32 and read (engine/generate/attend.py).
-        passes = 3 + 2 * FP32 / self.plan.problem.compute_bytes
-        seen = op.slots.get(a.SEEN_TOKENS, 0) * block.kv_bytes_per_token * passes
-        cached = seen / self._machine.gpu_copy_bytes_per_s
+        cached = op.slots.get(a.MOVED_TOKENS, 0) * block.kv_bytes_per_token / self._machine.gpu_copy_bytes_per_s
         return self._known[key] + zeroing + offloading + cached
 
     def _measured(self, op: Op) -> float | None:

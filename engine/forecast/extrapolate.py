@@ -19,7 +19,7 @@ from penstock.engine.forecast.costs import Conditions, Costs, representatives
 from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.plan import BufferPlan, Chunk, Plan, cut_chunks
-from penstock.engine.plan.problem import BlockShape
+from penstock.engine.plan.problem import FP32, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -112,17 +112,22 @@ def later_spent(
     if space is not None and space.tier == "nowhere":
         return sampling_spent(plan, on, sequences, tokens, full=full)
     seen = sequences * tokens
-    return sampling_spent(plan, on, sequences, 1, seen if rows is None else rows, seen, full=full)
+    # Those of completions are read where they lie, others gathered, put in another order and read; on a CPU taken to
+    # float32 between (engine/generate/attend.py).
+    gathered = 5.0 if on.machine.gpu else 3 + 2 * FP32 / plan.problem.compute_bytes
+    moved = round(seen * gathered) if rows is None or space is None or not space.shared else rows
+    return sampling_spent(plan, on, sequences, 1, seen if rows is None else rows, moved, full=full)
 
 
 def sampling_spent(
-    plan: Plan, on: Conditions, sequences: int, new: int, read: int = 0, seen: int = 0, *, full: bool = False
+    plan: Plan, on: Conditions, sequences: int, new: int, read: int = 0, moved: int = 0, *, full: bool = False
 ) -> Spent:
-    """Of `new` tokens of each of so many sequences, which see `seen` earlier ones in all in `read` rows."""
+    """Of `new` tokens of each of so many sequences, of which `read` earlier rows are there; attention moves as many
+    bytes as `moved` of them have."""
 
     def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
         last = [chunks[-1].index]
-        return sampling(plan, 1, -1, chunks=chunks, wanted=last, read_tokens=read, seen_tokens=seen)
+        return sampling(plan, 1, -1, chunks=chunks, wanted=last, read_tokens=read, moved_tokens=moved)
 
     window, tokens = plan.window_tokens, sequences * new
     times = -(-tokens // (window * plan.group))

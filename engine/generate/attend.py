@@ -44,15 +44,16 @@ class NewTokens:
     written: Tensor
     """int64 [n], on the compute device: the row of each token's keys and values."""
     single: Tensor
-    """int64 [6, s], on the compute device: of each row of one token its place in the stream, position, and Place."""
+    """int64 [8, s], on the compute device: of each row of one token its place in the stream, position, and Place."""
     keys_at_once: int
-    """Of single queries, that are in float32."""
+    """Of single queries, that are gathered, or as much memory in another form."""
 
     def alone(self, number: int) -> NewTokens:
         """Those of one row."""
         row, before = self.rows[number], self.rows[:number]
         first, singles = sum(len(one.ids) for one in before), sum(len(one.ids) == 1 for one in before)
-        single = self.single[:, singles : singles + (len(row.ids) == 1)] - self.single.new_tensor([[first], *[[0]] * 5])
+        single = self.single[:, singles : singles + (len(row.ids) == 1)].clone()
+        single[0] -= first
         written = self.written[first : first + len(row.ids)]
         return NewTokens([row], [self.places[number]], written, single, self.keys_at_once)
 
@@ -72,11 +73,15 @@ def rows_handler(new: NewTokens, cached: KeysValues, chunk: int | None) -> Handl
             if len(row.ids) > 1:
                 out[here] = _several(q[here], cached, row, place, call, chunk)
         singles = [(row, place) for row, place in zip(new.rows, new.places, strict=True) if len(row.ids) == 1]
+        if _side_by_side(singles):
+            at = new.single[0]
+            attended = _in_place(q.index_select(0, at), cached, new, singles[0], call, chunk)
+            return out.index_copy_(0, at, attended)
         seen = [row.end - _first_seen(row.start, call.window, chunk) for row, _ in singles]
         for some in _groups(seen, new.keys_at_once):
             at, ((row, place), *others) = new.single[0, some], singles[some]
             step = max(1, new.keys_at_once // (1 + len(others)))
-            if others or place.copies > 1:
+            if others or place.width > 1:
                 rows, there = _keys(new.single[1:, some], max(seen[some]), call.window, chunk)
                 keys = Keys(rows.split(step, dim=1), there)
             else:
@@ -90,15 +95,24 @@ def rows_handler(new: NewTokens, cached: KeysValues, chunk: int | None) -> Handl
 
 def _several(q: Tensor, cached: KeysValues, row: Row, place: Place, call: AttentionCall, chunk: int | None) -> Tensor:
     """[length, heads, v_dim]: attention of one sequence's new queries [length, heads, qk_dim]."""
-    ((first, end),) = place.ranges(0, row.end)
+    rows = slice(place.first, place.first + row.end)
+    if place.width > 1:
+        assert row.end <= place.shared, "several new tokens behind a prompt that others have as well"
+        rows = slice(place.prompt, place.row(row.end - 1) + 1, place.prompts)
     documents = [0] if chunk is None else attention.split_documents([0], row.end, chunk)
-    x = Operands(q, cached.k[first:end], cached.v[first:end], call, row.start, 0, documents)
+    k, v = (each[rows].contiguous() for each in cached)
+    x = Operands(q, k, v, call, row.start, 0, documents)
     return attention.finish(*attention.attend(x), call.sinks)[0].to(q.dtype)
 
 
 def _first_seen(position: int, window: int | None, chunk: int | None) -> int:
     seen = 0 if window is None else max(0, position - window + 1)
     return seen if chunk is None else max(seen, position - position % chunk)
+
+
+def _seen_from(position: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    seen = torch.zeros_like(position) if window is None else (position - (window - 1)).clamp(min=0)
+    return seen if chunk is None else torch.maximum(seen, position - position % chunk)
 
 
 def _groups(lengths: Sequence[int], most: int) -> Iterator[slice]:
@@ -114,44 +128,127 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def _keys(queries: Tensor, count: int, window: int | None, chunk: int | None) -> tuple[Tensor, Tensor]:
-    """(rows int64 [n, count], bool [n, count] whether they are seen) of the keys of queries: `queries` [5, n] are the
+    """(rows int64 [n, count], bool [n, count] whether they are seen) of the keys of queries: `queries` [7, n] are the
     position of each, and Place of its sequence."""
-    position, first, shared, which, copies = queries[..., None]
-    seen = torch.zeros_like(position) if window is None else (position - (window - 1)).clamp(min=0)
-    if chunk is not None:
-        seen = torch.maximum(seen, position - position % chunk)
-    keys = seen + torch.arange(count, device=position.device)
-    rows = first + torch.where(keys < shared, keys, shared + which + (keys - shared) * copies)
+    position, place = queries[0][:, None], Place(*queries[1:, :, None])  # type: ignore[arg-type]
+    keys = _seen_from(position, window, chunk) + torch.arange(count, device=position.device)
+    own = place.first + place.number + (keys - place.shared) * place.width
+    rows = torch.where(keys < place.shared, place.prompt + keys * place.prompts, own)
     there = keys <= position
     return torch.where(there, rows, rows[:, :1]), there
 
 
-def _single(q: Tensor, cached: KeysValues, keys: Keys, call: AttentionCall) -> Tensor:
-    """[n, heads, v_dim]: attention of single queries [n, heads, qk_dim] to their keys and values, in float32."""
-    work, (n, heads, width), kv_heads = work_dtype(q.dtype), q.shape, cached.k.shape[1]
-    group = heads // kv_heads
-    queries = q.to(work).view(n, kv_heads, group, width).transpose(0, 1).reshape(kv_heads * n, group, width)
-    parts = [queries @ _taken(cached.k, part, n, work).transpose(1, 2) for part in keys.parts]
-    sizes = [part.shape[-1] for part in parts]
-    scores = torch.cat(parts, dim=-1)
-    scores = scores.mul_(call.softmax_scale).view(kv_heads, n, group, -1)
+_SCARCE = 4
+"""Where fewer than one in so many of the sequences that lie side by side goes on, its keys are gathered."""
+
+
+def _side_by_side(singles: Sequence[tuple[Row, Place]]) -> bool:
+    """Whether single queries are to attend to keys where these lie: most sequences of those that lie side by side have
+    one, as far behind its prompt as any."""
+    if not singles or singles[0][1].width == 1 or len(singles) * _SCARCE < singles[0][1].width:
+        return False
+    return len({(row.start - place.shared, place.first) for row, place in singles}) == 1
+
+
+def _in_place(
+    q: Tensor, cached: KeysValues, new: NewTokens, one: tuple[Row, Place], call: AttentionCall, chunk: int | None
+) -> Tensor:
+    """[n, heads, v_dim]: attention of single queries [n, heads, qk_dim] of sequences that lie side by side, of which
+    `one` is one. Those that have no query are computed as well, whatever comes of it."""
+    (row, place), (_, heads, width), kv_heads = one, q.shape, cached.k.shape[1]
+    count, group, own = place.copies, heads // kv_heads, row.end - place.shared
+    position, here = new.single[1], Place(*new.single[2:])  # type: ignore[arg-type]
+    order = here.number
+
+    def of_all(values: Tensor) -> Tensor:
+        return values.new_zeros(place.width, *values.shape[1:]).index_copy_(0, order, values)
+
+    longest = place.first // place.prompts
+    shared = of_all(torch.as_tensor(here.shared))[:, None]
+    low = of_all(_seen_from(position, call.window, chunk))[:, None]
+    at = torch.arange(longest + own, device=q.device)
+    there = torch.where(at < longest, (at >= low) & (at < shared), at - longest + shared >= low)
+    queries, result = of_all(q), q.new_empty(place.width, heads, cached.v.shape[2])
+    some = _prompts_at_once(new.keys_at_once, cached, heads, longest + count * own, count * (longest + own))
+    for start in range(0, place.prompts, some):
+        end = min(start + some, place.prompts)
+        mine = slice(start * count, end * count)
+
+        def held(values: Tensor, start: int = start, end: int = end) -> tuple[Tensor, Tensor]:
+            """[prompts * kv_heads, longest, dim] and [prompts * copies * kv_heads, own, dim], where they lie."""
+            tail, dim = place.first + own * place.width, values.shape[2]
+            prompts = values[: place.first].view(longest, place.prompts, kv_heads, dim)[:, start:end]
+            copies = values[place.first : tail].view(own, place.width, kv_heads, dim)[:, start * count : end * count]
+            return prompts.flatten(1, 2).transpose(0, 1), copies.flatten(1, 2).transpose(0, 1)
+
+        def by_prompt(values: Tensor, prompts: int = end - start) -> Tensor:
+            """[prompts * kv_heads, copies * group, ...] of [prompts * copies, kv_heads, group, ...]."""
+            return values.view(prompts, count, *values.shape[1:]).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+        def by_copy(values: Tensor, prompts: int = end - start) -> Tensor:
+            return values.view(prompts, kv_heads, count, group, -1).transpose(1, 2).flatten(0, 1)
+
+        asked, (of_prompts, of_copies) = queries[mine].view(-1, kv_heads, group, width), held(cached.k)
+        scores = [
+            by_copy(_product(by_prompt(asked), of_prompts.transpose(1, 2))),
+            _product(asked.flatten(0, 1), of_copies.transpose(1, 2)).view(-1, kv_heads, group, own),
+        ]
+        shares = _shares(torch.cat(scores, dim=-1), there[mine][:, None, None], call)
+        of_prompts, of_copies = held(cached.v)
+        found = by_copy(_product(by_prompt(shares[..., :longest]), of_prompts))
+        found += _product(shares[..., longest:].flatten(0, 1), of_copies).view(found.shape)
+        result[mine] = found.flatten(1, 2)
+    return result.index_select(0, order)
+
+
+def _prompts_at_once(keys: int, cached: KeysValues, heads: int, rows: int, pairs: int) -> int:
+    """Prompts whose scores take no more memory than so many gathered keys, at least one. `rows` and `pairs`: of keys,
+    and of a query and a key, of one prompt with its copies."""
+    widths = cached.k.shape[2] + cached.v.shape[2]
+    converted = cached.k.dtype != work_dtype(cached.k.dtype) and cached.k.device.type != "cuda"
+    each = 3 * heads * pairs + converted * rows * cached.k.shape[1] * widths
+    return max(1, keys * cached.k.shape[1] * widths // each)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x y [b, n, m], summed and returned in float32, or in the dtype of y if that is larger; on a GPU x is rounded to
+    the dtype of y."""
+    work = work_dtype(y.dtype)
+    if y.device.type == "cuda" and y.dtype != work:
+        return torch.bmm(x.to(y.dtype), y, out_dtype=work)
+    return torch.bmm(x.to(work), y.to(work))
+
+
+def _shares(scores: Tensor, there: Tensor | None, call: AttentionCall) -> Tensor:
+    """What attention [n, kv_heads, group, m] gives to each key, of their products with queries, which change."""
+    scores = scores.mul_(call.softmax_scale)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    if keys.there is not None:
-        scores.masked_fill_(~keys.there[None, :, None, :], float("-inf"))
+    if there is not None:
+        scores.masked_fill_(~there, float("-inf"))
     if call.sinks is not None:
-        sinks = call.sinks.to(work).view(kv_heads, 1, group, 1).expand(-1, n, -1, -1)
+        n, kv_heads, group, _ = scores.shape
+        sinks = call.sinks.to(scores.dtype).view(1, kv_heads, group, 1).expand(n, -1, -1, -1)
         scores = torch.cat([scores, sinks], dim=-1)
-    shares = torch.softmax(scores, dim=-1).view(kv_heads * n, group, -1)[..., : sum(sizes)].split(sizes, dim=-1)
-    out = queries.new_zeros(kv_heads * n, group, cached.v.shape[2])
-    for share, part in zip(shares, keys.parts, strict=True):
-        out += share @ _taken(cached.v, part, n, work)
-    return out.view(kv_heads, n, group, -1).transpose(0, 1).reshape(n, heads, -1).to(q.dtype)
+    shares = torch.softmax(scores, dim=-1)
+    return shares if call.sinks is None else shares[..., :-1]
 
 
-def _taken(cached: Tensor, rows: Tensor | slice, n: int, dtype: torch.dtype) -> Tensor:
-    """[kv_heads * n, m, dim]: `rows` [n, m] of `cached` [..., kv_heads, dim], head by head."""
+def _single(q: Tensor, cached: KeysValues, keys: Keys, call: AttentionCall) -> Tensor:
+    """[n, heads, v_dim]: attention of single queries [n, heads, qk_dim] to their keys and values, which are gathered
+    for it; sums are in float32."""
+    (n, heads, width), kv_heads = q.shape, cached.k.shape[1]
+    queries = q.view(n * kv_heads, heads // kv_heads, width)
+    parts = [_product(queries, _taken(cached.k, part, n).transpose(1, 2)) for part in keys.parts]
+    sizes = [part.shape[-1] for part in parts]
+    scores = torch.cat(parts, dim=-1).view(n, kv_heads, heads // kv_heads, -1)
+    there = None if keys.there is None else keys.there[:, None, None]
+    shares = _shares(scores, there, call).flatten(0, 1).split(sizes, dim=-1)
+    out = sum(_product(share, _taken(cached.v, part, n)) for share, part in zip(shares, keys.parts, strict=True))
+    return torch.as_tensor(out).view(n, heads, -1).to(q.dtype)
+
+
+def _taken(cached: Tensor, rows: Tensor | slice, n: int) -> Tensor:
+    """[n * kv_heads, m, dim]: `rows` [n, m] of `cached` [..., kv_heads, dim], head by head."""
     taken = cached[rows] if isinstance(rows, slice) else cached.index_select(0, rows.flatten())
-    taken = taken.view(n, -1, *cached.shape[1:]).permute(2, 0, 1, 3)
-    result = torch.empty(taken.shape, dtype=dtype, device=cached.device)
-    return result.copy_(taken).flatten(0, 1)
+    return taken.view(n, -1, *cached.shape[1:]).transpose(1, 2).flatten(0, 1)

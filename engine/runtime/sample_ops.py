@@ -43,6 +43,8 @@ class SampleOps:
         self._places: Sequence[Place] = ()
         self._cached: dict[tuple[str, int], KeysValues] = {}
         """(block, stage) -> keys and values there."""
+        self._cleared: set[int] = set()
+        """Stages that hold numbers: products pass over rows that nobody has written."""
         self._inputs: tuple[tuple[int, int], _Inputs] | None = None
         """((pass, chunk), its inputs) of the chunk computed last."""
         self._behind: list[Tensor] | None = None
@@ -89,7 +91,11 @@ class SampleOps:
         """Keys and values of the op's layer on the compute device."""
         stage = op.slots[a.SAMPLE_KV]
         if (op.block, stage) not in self._cached:
-            self._cached[op.block, stage] = self._keys_values(op, self._views.gpu.sample_stages[stage])
+            raw = self._views.gpu.sample_stages[stage]
+            if stage not in self._cleared:
+                raw.zero_()
+                self._cleared.add(stage)
+            self._cached[op.block, stage] = self._keys_values(op, raw)
         return self._cached[op.block, stage]
 
     # ------------------------------------------------------------------ blocks

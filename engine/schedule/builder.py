@@ -179,7 +179,7 @@ class ScheduleBuilder:
         self._state.begin()
         self._activations.begin(group.chunks, self._pass.documents)
         self._samples.begin(
-            self._pass.read_tokens, self._pass.seen_tokens, sum(chunk.end - chunk.start for chunk in group.chunks)
+            self._pass.read_tokens, self._pass.moved_tokens, sum(chunk.end - chunk.start for chunk in group.chunks)
         )
 
     def _prepare(self, visits: list[Task], visit: int, commit: bool, turns: int) -> list[Load]:

@@ -45,8 +45,8 @@ class Pass:
     document."""
     read_tokens: int = 0
     """Of samples: how many of each layer's keys and values are there already."""
-    seen_tokens: int = 0
-    """How many of them queries see, those that several sequences have in common once for each."""
+    moved_tokens: int = 0
+    """How many of them attention moves through the compute device's memory, as often as it does."""
     of_reference: bool = False
     """Computed with the first values of all that is trained."""
 
@@ -119,19 +119,19 @@ def sampling(
     chunks: Sequence[Chunk],
     wanted: Sequence[int],
     read_tokens: int,
-    seen_tokens: int = 0,
+    moved_tokens: int = 0,
 ) -> Pass:
     """The tokens behind those of samples as of the end of step `step`.
 
     `chunks`: new tokens of all sequences, in the memory of as many chunks of a group, none longer than its own;
     `wanted`: indices of those with a token behind which one is wanted, at least one; `read_tokens`: how many the passes
-    before have kept keys and values of; `seen_tokens`: as many of them as queries see, each for itself. `batch` is
-    below 0 and no other's.
+    before have kept keys and values of; `moved_tokens`: see Pass, for forecasts. `batch` is below 0 and no other's.
     """
     assert batch < 0
     ends = [chunk for chunk in chunks[::-1] if chunk.index in wanted]
     group = _forward_only(plan, "generate", list(chunks), ends)
-    return Pass(step=step, batch=batch, groups=[group], ends=a.CHOOSE, read_tokens=read_tokens, seen_tokens=seen_tokens)
+    tokens = {"read_tokens": read_tokens, "moved_tokens": moved_tokens}
+    return Pass(step=step, batch=batch, groups=[group], ends=a.CHOOSE, **tokens)
 
 
 def _forward_only(plan: Plan, mode: Mode, chunks: list[Chunk], of_last: list[Chunk]) -> Group:

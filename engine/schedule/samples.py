@@ -23,12 +23,12 @@ class SampleSchedule:
         self._stay = plan.problem.samples is not None and plan.problem.samples.tier == "gpu"
         if self._stay:
             self._stage = {block: number for number, block in enumerate(regions.layers)}
-        self._read_tokens = self._seen_tokens = self._new_tokens = 0
+        self._read_tokens = self._moved_tokens = self._new_tokens = 0
 
-    def begin(self, read_tokens: int, seen_tokens: int, new_tokens: int) -> None:
-        """What is emitted from now on is about a pass that finds so many tokens in each layer, whose queries see so
-        many of them, and that adds so many."""
-        self._read_tokens, self._seen_tokens, self._new_tokens = read_tokens, seen_tokens, new_tokens
+    def begin(self, read_tokens: int, moved_tokens: int, new_tokens: int) -> None:
+        """What is emitted from now on is about a pass that finds so many tokens in each layer, moves keys and values of
+        so many through the compute device's memory, and adds so many."""
+        self._read_tokens, self._moved_tokens, self._new_tokens = read_tokens, moved_tokens, new_tokens
 
     def open(self, block: int) -> None:
         """Give a layer a stage, and bring there what is kept of it."""
@@ -46,12 +46,12 @@ class SampleSchedule:
             self._stages.release(self._stage.pop(block))
 
     def operands(self, block: int) -> tuple[list[Resource], dict[str, int]]:
-        """What a layer adds to, in which slot that is and how many tokens it sees there; nothing without attention."""
+        """What a layer adds to, in which slot that is and how many tokens it moves; nothing without attention."""
         if block not in self._layers:
             return [], {}
         return [r.resource(r.GPU_SAMPLE_KV, self._stage[block])], {
             a.SAMPLE_KV: self._stage[block],
-            a.SEEN_TOKENS: self._seen_tokens,
+            a.MOVED_TOKENS: self._moved_tokens,
         }
 
     def _copy(self, action: a.Action, block: int, tokens: int) -> None:

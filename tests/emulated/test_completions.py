@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import comparisons
+import pytest
 import tiny
 from computes import emulator
 
@@ -13,7 +14,8 @@ STEPS, SEEDS, DELAY_US = 4, range(1, 5), 200
 REWARD = "def letters(completions, **_):\n    return [float(text.count('e')) for text in completions]\n"
 
 
-def test_it_gives_the_same_bits_whatever_the_delays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_gives_the_same_bits_whatever_the_delays(tmp_path: Path, dtype: str) -> None:
     path = comparisons.write(tmp_path / "rows.jsonl", [{"prompt": row["prompt"]} for row in comparisons.pairs(6)])
     (tmp_path / "reward.py").write_text(REWARD)
     reward = [f"{tmp_path}/reward.py:letters"]
@@ -29,7 +31,7 @@ def test_it_gives_the_same_bits_whatever_the_delays(tmp_path: Path) -> None:
                 observer,
                 model=tiny.model(vocab_size=None, num_layers=2),
                 data=comparisons.data(path, sequence_length=40),
-                train=tiny.training(objective="grpo", deterministic=True, **options),
+                train=tiny.training(objective="grpo", deterministic=True, compute_dtype=dtype, **options),
                 grpo=grpo,
             )
         metrics = observer.metrics

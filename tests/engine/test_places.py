@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.attention.chunk import AttentionCall
+from penstock.engine.generate import attend
 from penstock.engine.generate.attend import KeysValues, NewTokens, rows_handler
 from penstock.engine.generate.decode import Row
 from penstock.engine.generate.places import Place, distinct, lay_out
@@ -37,7 +38,9 @@ def test_no_two_tokens_lie_in_one_row_but_those_of_a_shared_prompt(
         cut = data.draw(st.integers(0, lengths[which]))
         parts = [*place.ranges(0, cut), *place.ranges(cut, lengths[which])]
         assert [at for first, end in parts for at in range(first, end)] == own
-    assert sorted(rows) == list(range(len(rows))), "no row is left out"
+    side_by_side = share and copies > 1
+    longest = max(prompts) * len(prompts) if side_by_side else copies * sum(prompts)
+    assert max(rows) < longest + copies * new * len(prompts), "what a plan has room for"
     counts = [prompts[number // copies] + data.draw(st.integers(0, new)) for number in range(len(places))]
     read = [at for first, end in distinct(places, enumerate(counts)) for at in range(first, end)]
     wanted = {
@@ -45,10 +48,20 @@ def test_no_two_tokens_lie_in_one_row_but_those_of_a_shared_prompt(
     }
     assert wanted <= set(read)
     assert len(read) == len(set(read))
-    if len({count - prompts[n // copies] for n, count in enumerate(counts)}) == 1 or copies == 1:
+    if not side_by_side or (len(set(prompts)) == 1 and len(set(counts)) == 1):
         assert wanted == set(read), "nothing else is copied while all go on"
 
 
+HOW: dict[str, tuple[list[int | None], bool]] = {
+    "each elsewhere, beside a prompt": ([0, 1, 4, 2, 2, 5, 1, 1, 0], True),
+    "all side by side": ([4] * 9, False),
+    "most side by side": ([4, None, 4, None, None, 4, 4, None, None], False),
+    "few of those side by side": ([None, 4, *[None] * 7], False),
+}
+"""Of three copies of three prompts: how many new tokens each has, if it goes on; and whether a prompt is read."""
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at_once", [1, 7, 1000])
 @pytest.mark.parametrize(
@@ -56,19 +69,29 @@ def test_no_two_tokens_lie_in_one_row_but_those_of_a_shared_prompt(
     [(None, None, {}), (4, None, {"softcap": 3.0}), (None, 5, {}), (3, 6, {}), (None, None, {"sinks": True})],
 )
 def test_single_queries_are_attended_as_each_alone(
-    dtype: torch.dtype, at_once: int, window: int | None, chunk: int | None, more: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    at_once: int,
+    window: int | None,
+    chunk: int | None,
+    more: dict[str, Any],
+    how: str,
 ) -> None:
-    """Beside one prompt that is longer than a token: by softmax over what each sees, in float64."""
+    """By softmax over what each sees, in float64."""
+    done, alone = HOW[how]
+    if how in ("all side by side", "most side by side"):
+        monkeypatch.setattr(attend, "_taken", None)  # nothing is gathered
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    prompts, copies, done = [3, 8, 1], 3, [0, 1, 4, 2, 2, 5, 1, 1, 0]
-    places = [*lay_out([prompt + 6 for prompt in prompts], copies, 6), Place(70)]
-    rows = [Row(i, prompts[i // copies] + count, [1]) for i, count in enumerate(done)]
+    prompts, copies = [3, 8, 1], 3
+    places = [*lay_out([prompt + 6 for prompt in prompts], copies, 6), Place(80)]
+    rows = [Row(i, prompts[i // copies] + count, [1]) for i, count in enumerate(done) if count is not None]
     rows = sorted(rows, key=lambda row: row.end)
-    rows.insert(0, Row(len(done), 0, [1] * 4))
+    if alone:
+        rows.insert(0, Row(len(done), 0, [1] * 4))
     starts = [0, *itertools.accumulate(len(row.ids) for row in rows)]
     cached = KeysValues(some(90, 2, 8), some(90, 2, 6))
     q, k, v = some(starts[-1], 4, 8), some(starts[-1], 2, 8), some(starts[-1], 2, 6)
@@ -78,7 +101,7 @@ def test_single_queries_are_attended_as_each_alone(
     written = [at for row, p in zip(rows, kept, strict=True) for r in p.ranges(row.start, row.end) for at in range(*r)]
     pairs = zip(starts, rows, kept, strict=False)
     single = [(start, row.start, *place) for start, row, place in pairs if len(row.ids) == 1]
-    new = NewTokens(rows, kept, torch.tensor(written), torch.tensor(single).t().contiguous(), at_once)
+    new = NewTokens(rows, kept, torch.tensor(written), torch.tensor(single).view(-1, 8).t().contiguous(), at_once)
     out = rows_handler(new, cached, chunk)(q, k, v, call)
     for start, row, place in zip(starts, rows, kept, strict=False):
         seen = torch.tensor([at for r in place.ranges(0, row.end) for at in range(*r)])
@@ -106,4 +129,4 @@ def test_a_single_row_that_is_read_alone_is_the_same() -> None:
     alone = new.alone(1)
     assert (alone.rows, alone.places, alone.written.tolist()) == ([Row(1, 2, [3])], [places[1]], [6])
     assert alone.single[:, 0].tolist() == [0, 2, *places[1]]
-    assert new.alone(0).single.shape == (6, 0)
+    assert new.alone(0).single.shape == (8, 0)

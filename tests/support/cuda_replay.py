@@ -525,7 +525,7 @@ class Replay:
             data = self._carrier.samples([rows], places, read, self._choose)
             number = self.runtime.begin_samples(data)
             last: dict[str, int] = {}
-            counts = {"read_tokens": sum(end - first for first, end in read), "seen_tokens": 0}
+            counts = {"read_tokens": sum(end - first for first, end in read)}
             cut: dict[str, Any] = {"chunks": [data.chunks[0].chunk], "wanted": [0], **counts}
             for ops in self.builder.stream(sampling(self.plan, step, number, **cut)):
                 self.perform(ops)
