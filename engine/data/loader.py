@@ -391,9 +391,11 @@ def require_kind(corpus: TokenCorpus, train: TrainConfig, objective: Objective) 
     what = {"": "texts", "pairs": "pairs of answers", "unpaired": "answers with a verdict each"}
     what["prompts"] = "prompts alone"
     takes = [name for name, other in OBJECTIVES.items() if other.compares == given]
+    apart = (given, wanted) == ("pairs", "unpaired")
     raise UserError(
         f"train.objective: {train.objective} takes {what[wanted]}, and the data are {what[given]}; set it to one of "
-        f"{', '.join(takes)}, or give other data"
+        f"{', '.join(takes)}, or "
+        + ("set data.source=unpaired_preference, which takes them apart" if apart else "give other data")
     )
 
 

@@ -79,6 +79,13 @@ class Comparison:
     wanted: bool | None = None
     """The verdict on the only one; None for a pair."""
 
+    @property
+    def apart(self) -> list[Comparison]:
+        """Answers with a verdict each: of a pair the chosen one is wanted."""
+        if self.wanted is not None:
+            return [self]
+        return [Comparison(self.where, (side,), number == 0) for number, side in enumerate(self.sides)]
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

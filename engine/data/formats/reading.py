@@ -98,7 +98,9 @@ def read_file(config: DataConfig, file: Path, bad: BadRows) -> Iterator[Sample]:
     reader = find_format(config.source)
     try:
         if isinstance(reader, RowFormat):
-            yield from _converted(reader, config.columns, file, bad)
+            for sample in _converted(reader, config.columns, file, bad):
+                unpaired = config.comparison == "unpaired" and isinstance(sample, Comparison)
+                yield from sample.apart if unpaired else [sample]
         else:
             yield from reader.read(file)
     except OSError as error:

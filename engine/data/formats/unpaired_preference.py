@@ -1,14 +1,16 @@
 """Answers that are wanted or not: `prompt`, `completion`, and `label` (or `kto_tag`), true or false.
 
 Prompt and completion are texts or lists of messages. `messages` or `conversations` that end with the answer of the
-assistant may stand in place of both.
+assistant may stand in place of both. A row with `chosen` and `rejected` and no label is two answers, of which the
+chosen one is wanted.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.data.formats.base import VERDICTS, kind, list_field, lists_objects, required
+from penstock.engine.data.formats import preference
+from penstock.engine.data.formats.base import VERDICTS, is_preference, kind, list_field, lists_objects, required
 from penstock.engine.data.formats.images import FIELDS as IMAGES
 from penstock.engine.data.formats.messages import with_system
 from penstock.engine.data.formats.preference import (
@@ -24,7 +26,7 @@ from penstock.storage.files.untrusted import one_line
 
 _WHOLE = ("messages", "conversations")
 FIELDS = (
-    *("prompt", "completion", *VERDICTS, *_WHOLE),
+    *("prompt", "completion", *VERDICTS, *_WHOLE, "chosen", "rejected"),
     *("tools", "functions", "system", "chat_template_kwargs", *IMAGES),
 )
 _TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
@@ -43,6 +45,9 @@ def _is_word(value: Any) -> bool:
 
 
 def convert(fields: dict[str, Any], where: str) -> Comparison:
+    """Raises RowError; a pair is left to who reads the row (`Comparison.apart`)."""
+    if is_preference(fields) and all(fields.get(name) is None for name in VERDICTS):
+        return preference.convert(fields, where)
     refuse_images(fields, where)
     wanted = _verdict(fields, where)
     whole = next((name for name in _WHOLE if fields.get(name) is not None), None)

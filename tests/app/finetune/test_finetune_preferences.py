@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,14 @@ def test_verdicts_are_proposed_for_kto(here: Path) -> None:
         "all of the answers are wanted; add some of the other kind"
         in propose("tiny-chat", "wanted.jsonl").report["warnings"]
     )
+
+
+def test_pairs_are_taken_apart_where_that_is_said(here: Path) -> None:
+    found = propose("tiny-chat", "pairs.jsonl", overrides=["data.source=unpaired_preference"])
+    assert chosen(found)["train.objective"] == "kto"
+    assert re.search(r"(\d+) answers with a verdict: (\d+) wanted, \2 not", text_of(found))
+    with pytest.raises(UserError, match=r"set data.source=unpaired_preference, which takes them apart"):
+        propose("tiny-chat", "pairs.jsonl", overrides=["train.objective=kto"])
 
 
 def test_what_is_set_stays(here: Path) -> None:

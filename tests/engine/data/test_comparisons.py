@@ -207,6 +207,16 @@ def test_an_answer_with_a_verdict_may_be_messages(tmp_path: Path) -> None:
     assert detect(file_of(tmp_path, {"prompt": "a", "completion": "b", "label": 3})).source == "prompt_completion"
 
 
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_sides_of_a_pair_may_be_answers_with_a_verdict(tmp_path: Path, pair: str) -> None:
+    """As TRL takes them apart for KTO. A row with a label is one answer, whatever else it has."""
+    row, expected = PAIRS[pair]
+    path = file_of(tmp_path, row, VERDICT | {"chosen": "a", "rejected": "b"})
+    config = DataConfig(source="unpaired_preference", path=str(path))
+    found = [(texts(sample), sample.wanted) for sample in read_samples(config) if isinstance(sample, Comparison)]
+    assert found == [(expected[:1], True), (expected[1:], False), ([("The sky is", " green.")], False)]
+
+
 P, U = "preference", "unpaired_preference"
 REQUESTS = {side: f"\n\nHuman: a {side}\n\nAssistant: c" for side in ("chosen", "rejected")}
 PARTED = {"chosen": [ASK, YES, ASK, YES], "rejected": [ASK, YES, ASK_AGAIN, NO]}
