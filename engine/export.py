@@ -105,7 +105,8 @@ def export(
             rows = stored if recipe.model.added_tokens and like is not None else None
             whole = spec
             read: weights.ReadBuffer = parameters
-            arrays = ((groups.uncut_name(run.spec, a.buffer), a.dtype) for a in run.store.arrays() if a.fixed)
+            frozen = (a for a in run.store.arrays() if a.fixed and a.buffer in run.spec.buffers)
+            arrays = ((groups.uncut_name(run.spec, a.buffer), a.dtype) for a in frozen)
             fixed = {name: getattr(torch, array_dtype) for name, array_dtype in arrays}
             fixed = {name: dtype for name, dtype in fixed.items() if not spec.buffers[name].stored}
             if fixed and like is not None:

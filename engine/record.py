@@ -75,8 +75,8 @@ def require_same_model(store: NvmeStore, recipe: Recipe) -> None:
     beta = before.get("grpo.beta", 0.0)
     if (beta > 0 and before.get("train.objective") in SAMPLED) != recipe.keeps_reference:
         raise UserError(
-            f"grpo.beta: {recipe.grpo.beta} in the recipe, {beta} in the run: only a run that begins with a reference "
-            f"model keeps its weights in {store.root}; restore grpo.beta, or begin a new run"
+            f"grpo.beta: {recipe.grpo.beta} in the recipe, {beta} in the run: whether {store.root} keeps the weights "
+            "that a run began with is settled then; restore grpo.beta, or begin a new run"
         )
 
 

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import random
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from penstock.engine.attention.spans import prefixes_of
 from penstock.engine.config import AdapterConfig, BudgetConfig, GrpoConfig
 from penstock.engine.data.completions import CompletionLoader, Generation
 from penstock.engine.data.corpus.files import TokenCorpus
+from penstock.engine.export import export
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.opening import first_values
 from penstock.engine.rewards.rewards import Rewards
 from penstock.storage.files.errors import UserError
+from penstock.storage.generations.store import NvmeStore
 
 REWARD = """
 def letters(completions, wanted, **_):
@@ -45,9 +48,14 @@ STEPS = 5
 def run(folder: Path, observer: tiny.Silent, *, resume: bool = False, reward: str = REWARD, **changes: Any) -> None:
     """Steps on completions of twelve tokens at most, two steps for each generation, on a budget in which weights and
     state are on NVMe."""
-    rows = [{"prompt": row["prompt"], "wanted": "e"} for row in comparisons.pairs(9)]
     if not resume:
         (folder.with_suffix(".py")).write_text(reward)
+    tiny.train_run(folder, observer, resume=resume, **sections(folder, **changes))
+
+
+def sections(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Of the recipe."""
+    rows = [{"prompt": row["prompt"], "wanted": "e"} for row in comparisons.pairs(9)]
     grpo: dict[str, Any] = {"num_generations": 4, "max_completion_length": 6, "num_iterations": 2}
     train: dict[str, Any] = {"objective": "grpo", "steps": STEPS, "global_batch_size": 8, "micro_batch_size": 4}
     given: dict[str, Any] = {
@@ -57,8 +65,8 @@ def run(folder: Path, observer: tiny.Silent, *, resume: bool = False, reward: st
         "budgets": changes.pop("budgets", BudgetConfig(gpu="least", ram="least")),
         "adapter": changes.pop("adapter", AdapterConfig()),
     }
-    given["grpo"] = GrpoConfig(reward=[f"{folder.with_suffix('.py')}:letters"], **grpo | changes)
-    tiny.train_run(folder, observer, resume=resume, **given)
+    reward = [f"{folder.with_suffix('.py')}:letters"]
+    return given | {"grpo": GrpoConfig(reward=reward, **grpo | changes)}
 
 
 def outcome(folder: Path, observer: tiny.Silent) -> tuple[Any, ...]:
@@ -209,6 +217,16 @@ def test_the_reference_is_the_model_as_it_was_before_the_first_step(tmp_path: Pa
         logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
         logps = torch.log_softmax(logits.double(), -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
         assert logps.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_is_exported_is_not_the_reference(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, tiny.Silent(), beta=0.3)
+    export(folder, tiny.recipe(**sections(folder, beta=0.3)), out_dir=tmp_path / "out")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with closing(NvmeStore.open(folder / "state", read_only=True)) as store:
+        trained = tiny.parameters(store, tiny.spec_of(model_config(tiny.recipe(**sections(folder)), 300)))
+    assert all(torch.equal(model.state_dict()[name], values) for name, values in trained.items())
 
 
 def test_a_run_without_a_reference_cannot_be_given_one(tmp_path: Path) -> None:
