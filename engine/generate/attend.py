@@ -4,8 +4,8 @@ each see its own earlier keys and values only."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ class KeysValues(NamedTuple):
     """[rows, kv_heads, qk_dim]"""
     v: Tensor
     """[rows, kv_heads, v_dim]"""
+
+
+_SCARCE = 4
+"""Where fewer than one in so many of the sequences that lie side by side goes on, its keys are gathered."""
 
 
 class Keys(NamedTuple):
@@ -47,6 +51,16 @@ class NewTokens:
     """int64 [8, s], on the compute device: of each row of one token its place in the stream, position, and Place."""
     keys_at_once: int
     """Of single queries, that are gathered, or as much memory in another form."""
+    singles: Sequence[tuple[Row, Place]] = field(init=False)
+    """Rows of one token."""
+    side_by_side: bool = field(init=False)
+    """Most sequences of those that lie side by side have such a row, as far behind its prompt as any."""
+
+    def __post_init__(self) -> None:
+        self.singles = [(row, at) for row, at in zip(self.rows, self.places, strict=True) if len(row.ids) == 1]
+        width = self.singles[0][1].width if self.singles else 1
+        alike = len({(row.start - place.shared, place.first) for row, place in self.singles}) == 1
+        self.side_by_side = alike and 1 < width <= _SCARCE * len(self.singles)
 
     def alone(self, number: int) -> NewTokens:
         """Those of one row."""
@@ -72,11 +86,10 @@ def rows_handler(new: NewTokens, cached: KeysValues, chunk: int | None) -> Handl
             here = slice(first, first := first + len(row.ids))
             if len(row.ids) > 1:
                 out[here] = _several(q[here], cached, row, place, call, chunk)
-        singles = [(row, place) for row, place in zip(new.rows, new.places, strict=True) if len(row.ids) == 1]
-        if _side_by_side(singles):
+        singles = new.singles
+        if new.side_by_side and (prompts := _prompts_at_once(new, cached, q.shape[1])):
             at = new.single[0]
-            attended = _in_place(q.index_select(0, at), cached, new, singles[0], call, chunk)
-            return out.index_copy_(0, at, attended)
+            return out.index_copy_(0, at, _in_place(q.index_select(0, at), cached, new, prompts, call, chunk))
         seen = [row.end - _first_seen(row.start, call.window, chunk) for row, _ in singles]
         for some in _groups(seen, new.keys_at_once):
             at, ((row, place), *others) = new.single[0, some], singles[some]
@@ -130,7 +143,7 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[slice]:
 def _keys(queries: Tensor, count: int, window: int | None, chunk: int | None) -> tuple[Tensor, Tensor]:
     """(rows int64 [n, count], bool [n, count] whether they are seen) of the keys of queries: `queries` [7, n] are the
     position of each, and Place of its sequence."""
-    position, place = queries[0][:, None], Place(*queries[1:, :, None])  # type: ignore[arg-type]
+    position, place = queries[0][:, None], Place(*queries[1:, :, None])
     keys = _seen_from(position, window, chunk) + torch.arange(count, device=position.device)
     own = place.first + place.number + (keys - place.shared) * place.width
     rows = torch.where(keys < place.shared, place.prompt + keys * place.prompts, own)
@@ -138,27 +151,16 @@ def _keys(queries: Tensor, count: int, window: int | None, chunk: int | None) ->
     return torch.where(there, rows, rows[:, :1]), there
 
 
-_SCARCE = 4
-"""Where fewer than one in so many of the sequences that lie side by side goes on, its keys are gathered."""
-
-
-def _side_by_side(singles: Sequence[tuple[Row, Place]]) -> bool:
-    """Whether single queries are to attend to keys where these lie: most sequences of those that lie side by side have
-    one, as far behind its prompt as any."""
-    if not singles or singles[0][1].width == 1 or len(singles) * _SCARCE < singles[0][1].width:
-        return False
-    return len({(row.start - place.shared, place.first) for row, place in singles}) == 1
-
-
 def _in_place(
-    q: Tensor, cached: KeysValues, new: NewTokens, one: tuple[Row, Place], call: AttentionCall, chunk: int | None
+    q: Tensor, cached: KeysValues, new: NewTokens, some: int, call: AttentionCall, chunk: int | None
 ) -> Tensor:
-    """[n, heads, v_dim]: attention of single queries [n, heads, qk_dim] of sequences that lie side by side, of which
-    `one` is one. Those that have no query are computed as well, whatever comes of it."""
-    (row, place), (_, heads, width), kv_heads = one, q.shape, cached.k.shape[1]
+    """[n, heads, v_dim]: attention of single queries [n, heads, qk_dim] of sequences that lie side by side to keys and
+    values where these lie, of `some` prompts at a time. Sequences without a query are computed as well, whatever comes
+    of it."""
+    (row, place), (_, heads, width), kv_heads = new.singles[0], q.shape, cached.k.shape[1]
     count, group, own = place.copies, heads // kv_heads, row.end - place.shared
-    position, here = new.single[1], Place(*new.single[2:])  # type: ignore[arg-type]
-    order = here.number
+    position, here = new.single[1], Place(*new.single[2:])
+    order: Any = here.number
 
     def of_all(values: Tensor) -> Tensor:
         return values.new_zeros(place.width, *values.shape[1:]).index_copy_(0, order, values)
@@ -169,7 +171,6 @@ def _in_place(
     at = torch.arange(longest + own, device=q.device)
     there = torch.where(at < longest, (at >= low) & (at < shared), at - longest + shared >= low)
     queries, result = of_all(q), q.new_empty(place.width, heads, cached.v.shape[2])
-    some = _prompts_at_once(new.keys_at_once, cached, heads, longest + count * own, count * (longest + own))
     for start in range(0, place.prompts, some):
         end = min(start + some, place.prompts)
         mine = slice(start * count, end * count)
@@ -201,13 +202,14 @@ def _in_place(
     return result.index_select(0, order)
 
 
-def _prompts_at_once(keys: int, cached: KeysValues, heads: int, rows: int, pairs: int) -> int:
-    """Prompts whose scores take no more memory than so many gathered keys, at least one. `rows` and `pairs`: of keys,
-    and of a query and a key, of one prompt with its copies."""
-    widths = cached.k.shape[2] + cached.v.shape[2]
+def _prompts_at_once(new: NewTokens, cached: KeysValues, heads: int) -> int:
+    """Prompts whose scores, with what is converted of their keys and values, take no more memory than
+    `new.keys_at_once`; 0: not even those of one."""
+    (row, place), width = new.singles[0], cached.k.shape[1] * (cached.k.shape[2] + cached.v.shape[2])
+    longest, own = place.first // place.prompts, row.end - place.shared
     converted = cached.k.dtype != work_dtype(cached.k.dtype) and cached.k.device.type != "cuda"
-    each = 3 * heads * pairs + converted * rows * cached.k.shape[1] * widths
-    return max(1, keys * cached.k.shape[1] * widths // each)
+    each = 3 * heads * place.copies * (longest + own) + converted * width * (longest + place.copies * own)
+    return new.keys_at_once * width // each
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

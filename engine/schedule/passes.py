@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from penstock.engine.plan.plan import Chunk, Plan
@@ -130,8 +130,8 @@ def sampling(
     assert batch < 0
     ends = [chunk for chunk in chunks[::-1] if chunk.index in wanted]
     group = _forward_only(plan, "generate", list(chunks), ends)
-    tokens = {"read_tokens": read_tokens, "moved_tokens": moved_tokens}
-    return Pass(step=step, batch=batch, groups=[group], ends=a.CHOOSE, **tokens)
+    on = Pass(step=step, batch=batch, groups=[group], ends=a.CHOOSE)
+    return replace(on, read_tokens=read_tokens, moved_tokens=moved_tokens)
 
 
 def _forward_only(plan: Plan, mode: Mode, chunks: list[Chunk], of_last: list[Chunk]) -> Group:

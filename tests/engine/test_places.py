@@ -63,7 +63,7 @@ HOW: dict[str, tuple[list[int | None], bool]] = {
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("at_once", [1, 7, 1000])
+@pytest.mark.parametrize("at_once", [1, 7, 50, 1000])
 @pytest.mark.parametrize(
     ("window", "chunk", "more"),
     [(None, None, {}), (4, None, {"softcap": 3.0}), (None, 5, {}), (3, 6, {}), (None, None, {"sinks": True})],
@@ -79,7 +79,7 @@ def test_single_queries_are_attended_as_each_alone(
 ) -> None:
     """By softmax over what each sees, in float64."""
     done, alone = HOW[how]
-    if how in ("all side by side", "most side by side"):
+    if how in ("all side by side", "most side by side") and at_once >= 50:
         monkeypatch.setattr(attend, "_taken", None)  # nothing is gathered
     generator = torch.Generator().manual_seed(0)
 

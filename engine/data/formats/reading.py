@@ -99,8 +99,10 @@ def read_file(config: DataConfig, file: Path, bad: BadRows) -> Iterator[Sample]:
     try:
         if isinstance(reader, RowFormat):
             for sample in _converted(reader, config.columns, file, bad):
-                unpaired = config.comparison == "unpaired" and isinstance(sample, Comparison)
-                yield from sample.apart if unpaired else [sample]
+                if config.comparison == "unpaired" and isinstance(sample, Comparison):
+                    yield from sample.apart
+                else:
+                    yield sample
         else:
             yield from reader.read(file)
     except OSError as error:
