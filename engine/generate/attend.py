@@ -54,13 +54,13 @@ class NewTokens:
     singles: Sequence[tuple[Row, Place]] = field(init=False)
     """Rows of one token."""
     side_by_side: bool = field(init=False)
-    """Most sequences of those that lie side by side have such a row, as far behind its prompt as any."""
+    """Most sequences of those that lie side by side have such a row, behind their prompts and as far as any."""
 
     def __post_init__(self) -> None:
         self.singles = [(row, at) for row, at in zip(self.rows, self.places, strict=True) if len(row.ids) == 1]
         width = self.singles[0][1].width if self.singles else 1
-        alike = len({(row.start - place.shared, place.first) for row, place in self.singles}) == 1
-        self.side_by_side = alike and 1 < width <= _SCARCE * len(self.singles)
+        behind = {(row.start - place.shared, place.first) for row, place in self.singles}
+        self.side_by_side = len(behind) == 1 and min(behind)[0] >= 0 and 1 < width <= _SCARCE * len(self.singles)
 
     def alone(self, number: int) -> NewTokens:
         """Those of one row."""

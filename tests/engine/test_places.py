@@ -56,6 +56,7 @@ HOW: dict[str, tuple[list[int | None], bool]] = {
     "each elsewhere, beside a prompt": ([0, 1, 4, 2, 2, 5, 1, 1, 0], True),
     "all side by side": ([4] * 9, False),
     "most side by side": ([4, None, 4, None, None, 4, 4, None, None], False),
+    "the last tokens of all prompts": ([-1, None, None] * 3, False),
     "few of those side by side": ([None, 4, *[None] * 7], False),
 }
 """Of three copies of three prompts: how many new tokens each has, if it goes on; and whether a prompt is read."""
