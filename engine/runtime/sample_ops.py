@@ -41,6 +41,8 @@ class SampleOps:
         self._num_rows, self._num_sequences = 0 if space is None else space.rows, views.plan.problem.sequences
         self._keys_at_once = max(_LEAST_KEYS, views.plan.max_chunk_tokens)
         self._places: Sequence[Place] = ()
+        self._begun = False
+        """Whether a pass has written keys and values of these."""
         self._cached: dict[tuple[str, int], KeysValues] = {}
         """(block, stage) -> keys and values there."""
         self._cleared: set[int] = set()
@@ -53,11 +55,11 @@ class SampleOps:
     def lay_out(self, places: Sequence[Place]) -> None:
         """Sequences with these places from now on; the plan has room for as many, and for their rows."""
         assert len(places) <= self._num_sequences
-        self._places = places
+        self._places, self._begun = places, False
 
     def forget(self) -> None:
         """Let go of the tokens of a pass that is over."""
-        self._inputs = None
+        self._inputs, self._begun = None, True
 
     # ------------------------------------------------------------------ operands
 
@@ -165,7 +167,10 @@ class SampleOps:
         here, there = self._both_ends(op)
         rows = itertools.chain.from_iterable(each.rows for each in self._views.samples[op.batch].chunks.values())
         new = itertools.chain.from_iterable(self._places[row.sequence].ranges(row.start, row.end) for row in rows)
-        for first, end in merged(sorted(new)):
+        pieces = merged(sorted(new))
+        if not self._begun and self._places[0].width > 1:
+            pieces = [(pieces[0][0], pieces[-1][1])]  # whatever lies between is nobody's yet
+        for first, end in pieces:
             for target, source in zip(there, here, strict=True):
                 self._views.ram.arena.copy(target[first:end], source[first:end])
 

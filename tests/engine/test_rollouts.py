@@ -27,6 +27,7 @@ from penstock.engine.export import export
 from penstock.engine.hf.config import model_config
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.opening import first_values
+from penstock.engine.plan import planner
 from penstock.engine.rewards.rewards import Rewards
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
@@ -148,13 +149,16 @@ def test_a_reward_function_that_fails_is_named(tmp_path: Path, name: str) -> Non
 
 
 def test_completions_are_the_same_wherever_their_prompts_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt at a time with keys and values in RAM, all prompts on the compute device; each completion by itself. And
-    training on them comes to the same, though prompts are computed once, and for each."""
+    """A prompt at a time with keys and values in RAM, all prompts on the compute device, and in RAM; each completion by
+    itself. And training on them comes to the same, though prompts are computed once, and for each."""
     spaces, made, losses, shared = list[Any](), list[list[list[int]]](), list[list[float]](), list[int]()
-    roomy = BudgetConfig(gpu="64MiB", ram="64MiB")
-    for number, (shares, budgets) in enumerate([(True, None), (True, roomy), (False, roomy)]):
+    in_ram: list[bool] = []
+    roomy, other = (BudgetConfig(gpu=size, ram="64MiB") for size in ("64MiB", "65MiB"))
+    for number, (shares, budgets) in enumerate([(True, None), (True, roomy), (False, roomy), (True, other)]):
         with monkeypatch.context() as patch:
             patch.setattr(ModelSpec, "takes_prefixes", shares)
+            if number == 3:
+                patch.setattr(planner, "COMPLETIONS_SHARE", 10**9)  # they are in RAM
             observer, batches = tiny.Silent(), CompletionLoader.batches
             count: list[int] = []
 
@@ -171,12 +175,30 @@ def test_completions_are_the_same_wherever_their_prompts_lie(tmp_path: Path, mon
         assert found is not None
         made.append(found.completions)
         spaces.append(observer.plan["run"]["generations"]["at_once"])
-    assert made[0] == made[1] == made[2]
+        in_ram.append(observer.plan["tiers"]["ram"]["parts"]["samples"] > 0)
+    assert made[0] == made[1] == made[2] == made[3]
     assert len({tuple(ids) for ids in made[0]}) > 4
-    assert spaces == [1, 2, 2]
-    assert shared == [6, 6, 0], "three of four completions of two prompts"
+    assert spaces == [1, 2, 2, 2]
+    assert in_ram == [True, False, False, True]
+    assert shared == [6, 6, 0, 6], "three of four completions of two prompts"
     assert losses[0] == pytest.approx(losses[2], rel=1e-5, abs=1e-7)
     assert losses[1] == pytest.approx(losses[2], rel=1e-5, abs=1e-7)
+
+
+def test_prompts_may_be_read_in_several_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty-two, of which a pass has room for some: what the others wrote to RAM stays."""
+    made = []
+    for size, share in (("64MiB", 2), ("65MiB", 10**9)):
+        monkeypatch.setattr(planner, "COMPLETIONS_SHARE", share)
+        observer = tiny.Silent(stop_after=1)
+        budgets = BudgetConfig(gpu=size, ram="64MiB")
+        run(tmp_path / size, observer, budgets=budgets, steps_per_generation=16, num_iterations=1)
+        assert observer.plan["run"]["generations"]["at_once"] == 32
+        assert (observer.plan["tiers"]["ram"]["parts"]["samples"] > 0) == (share > 2)
+        found = Generation.read(tmp_path / size / "data" / "generations", 0)
+        assert found is not None
+        made.append(found.completions)
+    assert made[0] == made[1]
 
 
 ADAPTERS = {
