@@ -186,14 +186,14 @@ def test_completions_are_the_same_wherever_their_prompts_lie(tmp_path: Path, mon
 
 
 def test_prompts_may_be_read_in_several_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty-two, of which a pass has room for some: what the others wrote to RAM stays."""
+    """128 of them, of which a pass has room for some: what the others wrote to RAM stays."""
     made = []
     for size, share in (("64MiB", 2), ("65MiB", 10**9)):
         monkeypatch.setattr(planner, "COMPLETIONS_SHARE", share)
         observer = tiny.Silent(stop_after=1)
         budgets = BudgetConfig(gpu=size, ram="64MiB")
-        run(tmp_path / size, observer, budgets=budgets, steps_per_generation=16, num_iterations=1)
-        assert observer.plan["run"]["generations"]["at_once"] == 32
+        run(tmp_path / size, observer, budgets=budgets, steps_per_generation=64, num_iterations=1)
+        assert observer.plan["run"]["generations"]["at_once"] == 128
         assert (observer.plan["tiers"]["ram"]["parts"]["samples"] > 0) == (share > 2)
         found = Generation.read(tmp_path / size / "data" / "generations", 0)
         assert found is not None
