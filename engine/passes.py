@@ -69,14 +69,13 @@ def evaluations(
     first: int = 1,
     commit: bool = False,
     build: Callable[..., Pass] = evaluation,
-    of_reference: bool = False,
     with_statistics: bool = False,
 ) -> Iterator[EvaluationData]:
     """What the model finds of the labels of `batches`, a pass each, in their order.
 
     `first`: the number of the first pass, of which no two of a step are the same. `commit`: the first one commits the
-    step's generation. `build`: what makes a pass. `of_reference`: of the model that the run began with, where the plan
-    keeps it. `with_statistics`: the objective's statistics as well. Tokens of two passes are on the compute device.
+    step's generation. `build`: what makes a pass. `with_statistics`: the objective's statistics as well. Tokens of two
+    passes are on the compute device.
     """
     under_way: deque[tuple[int, list[int]]] = deque()
 
@@ -90,10 +89,10 @@ def evaluations(
     for number, micro_batches in enumerate(batches, start=first):
         if len(under_way) == 2:
             yield finished()
-        data = on.carrier.evaluation(micro_batches, of_reference=of_reference, with_statistics=with_statistics)
+        data = on.carrier.evaluation(micro_batches, with_statistics=with_statistics)
+        pass_ = build(on.plan, on.step, number, **data.extent)
+        data.of_reference = pass_.of_reference
         on.runtime.begin_evaluation(number, data)
-        which = {"of_reference": True} if of_reference else {}
-        pass_ = build(on.plan, on.step, number, **data.extent, **which)
         under_way.append((number, _start(on, pass_, commit and number == first)))
     while under_way:
         yield finished()

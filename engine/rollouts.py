@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.engine.config import COMMAND, GrpoConfig, given_fields, reward_function
@@ -21,6 +22,7 @@ from penstock.engine.events import Observer, Sample, SampleMetrics
 from penstock.engine.generate.decode import Continuation, Decoding, decode
 from penstock.engine.generate.text import text_behind
 from penstock.engine.passes import Forward, evaluations
+from penstock.engine.schedule.passes import evaluation
 from penstock.engine.session import Session
 from penstock.storage.files.disk import make_folder
 from penstock.storage.files.errors import ensure
@@ -52,10 +54,10 @@ def sample(session: Session, observer: Observer) -> None:
         generation.save(loader.folder)
     if not generation.advantages or generation.rewarded_by != rewarded_by:
         config, began = session.recipe.grpo, time.perf_counter()
-        if loader.num_steps > 1 or (config.beta and session.recipe.train.objective == "rloo"):
+        if session.recipe.wants_old_logps:
             generation.old = _log_probabilities(session, generation)
             generation.measured["logps_s"], began = time.perf_counter() - began, time.perf_counter()
-        if config.beta:
+        if session.recipe.keeps_reference:
             generation.base = _log_probabilities(session, generation, of_reference=True)
             generation.measured["reference_s"], began = time.perf_counter() - began, time.perf_counter()
         rows = [loader.corpus.row(document) for document in documents]
@@ -124,8 +126,8 @@ def _log_probabilities(session: Session, generation: Generation, *, of_reference
     batches = loader.batches(generation, range(len(generation.completions)))
     passes = (batches[at : at + size] for at in range(0, len(batches), size))
     found: list[float] = []
-    first = _FIRST_PASS + of_reference * len(batches)
-    for data in evaluations(session, passes, first=first, of_reference=of_reference):
+    first, build = _FIRST_PASS + of_reference * len(batches), partial(evaluation, of_reference=of_reference)
+    for data in evaluations(session, passes, first=first, build=build):
         found += data.scores.tolist()
     masked = session.recipe.grpo.mask_truncated_completions
     result, at = [], 0

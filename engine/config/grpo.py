@@ -61,6 +61,11 @@ class GrpoConfig:
     mask_truncated_completions: bool = False
     """Leave completions that reach max_completion_length out of the loss."""
 
+    @property
+    def num_steps(self) -> int:
+        """That are trained on the same completions."""
+        return self.num_iterations * self.steps_per_generation
+
     def __post_init__(self) -> None:
         require_kinds("grpo", self)
         for number, entry in enumerate(self.reward):

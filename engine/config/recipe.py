@@ -167,6 +167,17 @@ class Recipe:
         """Whether a run keeps the weights that it began with, to compare with as it goes on."""
         return self.train.objective in SAMPLED and self.grpo.beta > 0
 
+    @property
+    def wants_old_logps(self) -> bool:
+        """Whether log-probabilities of completions are found before they are trained on: the first of several steps
+        changes the weights, and the rewards of rloo need them beside the reference's."""
+        return self.grpo.num_steps > 1 or (self.keeps_reference and self.train.objective == "rloo")
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Whose completions are sampled with the same weights."""
+        return self.train.global_batch_size * self.grpo.steps_per_generation // self.grpo.num_generations
+
 
 _SHORT = 60
 """Characters of a value that fit into a sentence."""

@@ -111,7 +111,7 @@ class CompletionLoader(DataLoader):
                 "train.objective: this model computes one document per row, and completions are sampled side by side; "
                 "use another model"
             )
-        self.num_prompts = train.global_batch_size * grpo.steps_per_generation // grpo.num_generations
+        prompts = recipe.prompts_per_generation
         longest = int(np.diff(corpus.starts).max())
         if longest > room and data.long_documents != "drop":
             raise UserError(
@@ -123,7 +123,7 @@ class CompletionLoader(DataLoader):
         super().__init__(
             corpus,
             replace(data, sequence_length=room, packing="none", long_documents="drop"),
-            replace(train, global_batch_size=self.num_prompts, micro_batch_size=self.num_prompts),
+            replace(train, global_batch_size=prompts, micro_batch_size=prompts),
             vocab_size=vocab_size,
             objective=objective,
         )
@@ -139,7 +139,7 @@ class CompletionLoader(DataLoader):
     @property
     def num_steps(self) -> int:
         """That a generation is trained on."""
-        return self._recipe.grpo.num_iterations * self._recipe.grpo.steps_per_generation
+        return self._recipe.grpo.num_steps
 
     @property
     def ready(self) -> bool:

@@ -217,12 +217,12 @@ def _generations(task: PlanRequest, plan: Plan, on: Conditions) -> dict[str, Any
     train, config = task.recipe.train, task.recipe.grpo
     if train.objective not in SAMPLED:
         return None
-    steps, space = task.steps_per_generation, plan.problem.samples
+    steps, space = config.num_steps, plan.problem.samples
     assert space is not None
     return {
         "times": -(-train.steps // steps),
         "steps": steps,
-        "prompts": task.prompts_per_generation,
+        "prompts": task.recipe.prompts_per_generation,
         "at_once": space.prompts,
         "completions": config.num_generations,
         "tokens": config.max_completion_length,

@@ -177,7 +177,7 @@ class PlanRequest:
             longest = recipe.data.sequence_length - new if self.longest_prompt is None else self.longest_prompt
             space = replace(
                 space,
-                prompts=self.prompts_per_generation,
+                prompts=recipe.prompts_per_generation,
                 copies=copies,
                 prompt_tokens=longest,
                 new_tokens=new,
@@ -229,22 +229,11 @@ class PlanRequest:
                     only=only,
                     before=before,
                     rough=rough,
-                    beside=lambda plan: sum(self.generation_s(plan, on).values()) / self.steps_per_generation,
+                    beside=lambda plan: sum(self.generation_s(plan, on).values()) / self.recipe.grpo.num_steps,
                 )
             except NoPlanError as error:
                 refusal = error
         raise self._explained(refusal) from None
-
-    @property
-    def steps_per_generation(self) -> int:
-        """Steps that are trained on the same completions."""
-        return self.recipe.grpo.num_iterations * self.recipe.grpo.steps_per_generation
-
-    @property
-    def prompts_per_generation(self) -> int:
-        """Whose completions are sampled with the same weights."""
-        grpo = self.recipe.grpo
-        return self.recipe.train.global_batch_size * grpo.steps_per_generation // grpo.num_generations
 
     def generation_s(self, plan: Plan, on: Conditions, *, full: bool = False) -> dict[str, float]:
         """Seconds in which the completions of a generation, if each has all tokens that it may have, are sampled, and
@@ -252,12 +241,14 @@ class PlanRequest:
         recipe, steps = self.recipe, self.recipe.grpo.steps_per_generation
         if recipe.train.objective not in SAMPLED:
             return {}
-        wants_old = self.steps_per_generation > 1 or (recipe.keeps_reference and recipe.train.objective == "rloo")
-        of_reference = {"of_reference": True, "full": full}
+
+        def logps_s(*, of_reference: bool) -> float:
+            return steps * estimate_evaluation(plan, on, of_reference=of_reference, full=full)
+
         return {
-            "sampling_s": estimate_completions(plan, on, prompts=self.prompts_per_generation, full=full),
-            "logps_s": steps * estimate_evaluation(plan, on, full=full) if wants_old else 0.0,
-            "reference_s": steps * estimate_evaluation(plan, on, **of_reference) if recipe.keeps_reference else 0.0,
+            "sampling_s": estimate_completions(plan, on, prompts=recipe.prompts_per_generation, full=full),
+            "logps_s": logps_s(of_reference=False) if recipe.wants_old_logps else 0.0,
+            "reference_s": logps_s(of_reference=True) if recipe.keeps_reference else 0.0,
         }
 
     def _placed(self) -> list[PlanRequest]:

@@ -159,12 +159,9 @@ class BatchCarrier:
     ) -> StepData:
         return StepData(**self._batch(micro_batches), cursor=cursor, known=known or {})
 
-    def evaluation(
-        self, micro_batches: Sequence[MicroBatch], *, of_reference: bool = False, with_statistics: bool = False
-    ) -> EvaluationData:
+    def evaluation(self, micro_batches: Sequence[MicroBatch], *, with_statistics: bool = False) -> EvaluationData:
         """Of as many micro-batches as a step has, or fewer."""
-        batch = self._batch(micro_batches)
-        return EvaluationData(**batch, of_reference=of_reference, with_statistics=with_statistics)
+        return EvaluationData(**self._batch(micro_batches), with_statistics=with_statistics)
 
     def samples(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from penstock.engine.plan.plan import Chunk, Plan
@@ -107,8 +107,7 @@ def evaluation(
         chunks = [chunk for chunk in plan.group_chunks if chunk.micro_batch < len(documents)]
     # The last block begins with the chunk that was computed last.
     group = _forward_only(plan, "evaluate", list(chunks), list(chunks)[::-1])
-    ends = a.EVALUATE
-    return Pass(step=step, batch=batch, groups=[group], ends=ends, documents=documents, of_reference=of_reference)
+    return Pass(step=step, batch=batch, groups=[group], ends=a.EVALUATE, documents=documents, of_reference=of_reference)
 
 
 def sampling(
@@ -130,8 +129,9 @@ def sampling(
     assert batch < 0
     ends = [chunk for chunk in chunks[::-1] if chunk.index in wanted]
     group = _forward_only(plan, "generate", list(chunks), ends)
-    on = Pass(step=step, batch=batch, groups=[group], ends=a.CHOOSE)
-    return replace(on, read_tokens=read_tokens, moved_tokens=moved_tokens)
+    return Pass(
+        step=step, batch=batch, groups=[group], ends=a.CHOOSE, read_tokens=read_tokens, moved_tokens=moved_tokens
+    )
 
 
 def _forward_only(plan: Plan, mode: Mode, chunks: list[Chunk], of_last: list[Chunk]) -> Group:
