@@ -129,15 +129,19 @@ class Recall:
     """[length][depth]: all answers."""
 
 
+REWARD = "reward"
+"""What the mean reward of completions is called in `measured`."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ValidationMetrics:
     step: int
     """It is measured with the weights as they are after this step."""
-    loss: float
+    loss: float | None
     """Mean negative log-likelihood of the target tokens of the documents held out, nats; with an objective of its own
-    that objective's value."""
+    that objective's value; None where completions are rewarded, which has no loss."""
     tokens: int
-    """Those targets."""
+    """Those targets, or the tokens of completions that were sampled."""
     seconds: float
     time: float
     """Unix seconds at its end."""
@@ -147,6 +151,11 @@ class ValidationMetrics:
     """The same by length and depth, of data.source=needles."""
     measured: dict[str, float] = field(default_factory=dict)
     """What the objective reports beside its loss: name, as TRL has it -> value over the documents held out."""
+
+    @property
+    def value(self) -> float:
+        """The loss, which is to fall, or in its place the mean reward, which is to rise; NaN where there is none."""
+        return self.measured.get(REWARD, math.nan) if self.loss is None else self.loss
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,5 @@
-"""What the validation losses say of a run: the lowest so far, and for how long there has been none lower."""
+"""What the validations say of a run: the lowest loss or the highest reward so far, and for how long there has been none
+better."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ class EarlyEnd(NamedTuple):
     """Why a run ended before its last step."""
 
     validations: int
-    """In a row, the last one included, that found no lower loss."""
+    """In a row, the last one included, that found none better."""
     best: float | None
-    """The lowest validation loss, nats; None where none was finite."""
+    """The lowest validation loss, nats, or the highest mean reward; None where none was finite."""
     best_step: int | None
     """Step whose weights had it."""
 
@@ -28,16 +29,16 @@ class EarlyEnd(NamedTuple):
 
 @dataclass(slots=True)
 class Gains:
-    """Follows the validation losses of a run; JSON-ready, so that a generation can record it."""
+    """Follows the validation losses or rewards of a run; JSON-ready, so that a generation can record it."""
 
     best: float | None = None
-    """The lowest loss so far, nats."""
+    """The lowest loss so far, nats, or the highest reward."""
     best_step: Size | None = None
     """Step whose weights had it."""
     without: Size = 0
-    """Validations in a row since then, none of them lower."""
+    """Validations in a row since then, none of them better."""
     tokens: Size | None = None
-    """Targets that they were measured on: losses of others cannot be compared."""
+    """Targets or prompts that they were measured on: what is measured on others cannot be compared."""
 
     @classmethod
     def of(cls, record: Any) -> Gains:
@@ -52,13 +53,14 @@ class Gains:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def take(self, step: int, loss: float, tokens: int) -> bool:
-        """Take the loss measured after `step` on so many targets; whether it is the lowest so far. Another number of
-        targets than before begins anew."""
+    def take(self, step: int, value: float, tokens: int, *, rises: bool = False) -> bool:
+        """Take what was measured after `step` on so many targets or prompts; whether it is the lowest so far, or the
+        highest where it `rises`. Another number of them than before begins anew."""
         if tokens != self.tokens:
             self.best, self.best_step, self.without, self.tokens = None, None, 0, tokens
-        if math.isfinite(loss) and (self.best is None or loss < self.best):
-            self.best, self.best_step, self.without = loss, step, 0
+        best = self.best
+        if math.isfinite(value) and (best is None or (value > best if rises else value < best)):
+            self.best, self.best_step, self.without = value, step, 0
             return True
         self.without += 1
         return False

@@ -120,6 +120,12 @@ def open_session(
     prompts = prepare_prompts(recipe, prepared.tokenizer, spec)
     if prompts is not None:
         observer.on_message(prompts.describe(), detail=True)
+    if isinstance(loader, CompletionLoader) and loader.held_out:
+        observer.on_message(
+            f"validation: every {train.validate_every:,} steps, rewards of {recipe.grpo.num_validated:,} completions "
+            f"of each of {len(loader.held_out):,} prompts held out",
+            detail=True,
+        )
     if validation is not None:
         observer.on_message(
             f"validation: every {train.validate_every:,} steps, on {validation.num_targets:,} tokens of "

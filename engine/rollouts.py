@@ -2,7 +2,8 @@
 
 Old log-probabilities come from the weights, kernels and lanes that train: between a sampler's numbers and a trainer's
 there is no difference to correct. A generation is a file of the run; one that a killed process has left is gone on with
-where it fits: what was sampled is not sampled again, what was rewarded is not rewarded again.
+where it fits: what was sampled is not sampled again, what was rewarded is not rewarded again. Those of a validation are
+not kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from penstock.engine.config import COMMAND, GrpoConfig, given_fields, reward_function
 from penstock.engine.data.completions import CompletionLoader, Generation
-from penstock.engine.events import Observer, Sample, SampleMetrics
+from penstock.engine.events import REWARD, Observer, Sample, SampleMetrics, ValidationMetrics
 from penstock.engine.generate.decode import Continuation, Decoding, decode
 from penstock.engine.generate.text import text_behind
 from penstock.engine.passes import Forward, evaluations
@@ -29,6 +30,8 @@ from penstock.storage.files.errors import ensure
 
 _FIRST_PASS = 1 << 29
 """What the first pass of log-probabilities is numbered: validations of the same step begin with 1."""
+_VALIDATION = 2**32 - 1
+"""What the draws of validations are numbered, where those of a generation have the number of its step."""
 _SHOWN = 4
 """Completions of a generation that are shown as samples."""
 _KEPT = 2
@@ -41,41 +44,54 @@ def sample(session: Session, observer: Observer) -> None:
     The step's update is applied block by block under the first pass, and its generation is committed then if that is
     due. Raises UserError where a reward function does not give rewards.
     """
-    loader, rewards, step = session.loader, session.rewards, session.step
+    loader, config, step = session.loader, session.recipe.grpo, session.step
     assert isinstance(loader, CompletionLoader)
-    assert rewards is not None
     make_folder(loader.folder, loader.folder.parent)
     documents, (made_by, rewarded_by) = loader.draw(), _made_by(session)
     generation = Generation.read(loader.folder, step)
     if generation is None or (generation.made_by, generation.documents) != (made_by, documents):
         began = time.perf_counter()
-        generation = _sampled(session, documents, made_by)
+        generation = _sampled(session, documents, config.num_generations, session.step)
+        generation.made_by = made_by
         generation.measured["sampling_s"] = time.perf_counter() - began
         generation.save(loader.folder)
     if not generation.advantages or generation.rewarded_by != rewarded_by:
-        config, began = session.recipe.grpo, time.perf_counter()
+        began = time.perf_counter()
         if session.recipe.wants_old_logps:
             generation.old = _log_probabilities(session, generation)
             generation.measured["logps_s"], began = time.perf_counter() - began, time.perf_counter()
         if session.recipe.keeps_reference:
             generation.base = _log_probabilities(session, generation, of_reference=True)
             generation.measured["reference_s"], began = time.perf_counter() - began, time.perf_counter()
-        rows = [loader.corpus.row(document) for document in documents]
-        texts = _texts(session, generation)
-        prompts = [row["prompt"] for row in rows]
-        talks = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        scores = rewards.scores(prompts, talks, generation.completions, rows)
-        generation.rewards = [[None if math.isnan(value) else value for value in of_one] for of_one in scores]
+        prompts, texts = _reward(session, generation)
         generation.rewarded_by = rewarded_by
         totals, generation.advantages = advantages(generation, config, session.recipe.train.objective)
-        generation.measured |= _measured(generation, totals, config) | {"reward_s": time.perf_counter() - began}
+        measured = _measured(generation, totals, config, config.num_generations)
+        generation.measured |= measured | {"reward_s": time.perf_counter() - began}
         generation.save(loader.folder)
         observer.on_sample(_shown(step, prompts, texts, generation, totals))
     loader.begin(generation)
     _forget(loader, step)
+
+
+def validate(session: Session) -> ValidationMetrics:
+    """Reward completions of the prompts that are held out, sampled with the weights of the step that has ended, drawn
+    alike each time: what changes is the model. The update and commit as in `sample`."""
+    loader, config, began = session.loader, session.recipe.grpo, time.perf_counter()
+    assert isinstance(loader, CompletionLoader)
+    copies = config.num_validated
+    documents = [document for document in loader.held_out for _ in range(copies)]
+    generation = _sampled(session, documents, copies, _VALIDATION)
+    _reward(session, generation)
+    totals = rewarded(generation, config)
+    return ValidationMetrics(
+        step=session.step,
+        loss=None,
+        tokens=sum(map(len, generation.completions)),
+        seconds=time.perf_counter() - began,
+        time=time.time(),
+        measured=_measured(generation, totals, config, copies),
+    )
 
 
 def _made_by(session: Session) -> tuple[str, str]:
@@ -88,23 +104,25 @@ def _made_by(session: Session) -> tuple[str, str]:
     return first, second
 
 
-def _sampled(session: Session, documents: Sequence[int], made_by: str) -> Generation:
-    """The completions of as many prompts at a time as the plan has room for."""
+def _sampled(session: Session, documents: Sequence[int], copies: int, draw: int) -> Generation:
+    """Completions, `copies` of each prompt side by side, of as many prompts at a time as the plan has room for; those
+    of another number `draw` are drawn otherwise."""
     corpus, config, space = session.loader.corpus, session.recipe.grpo, session.plan.problem.samples
     assert space is not None
     decoding = Decoding(
         new_tokens=config.max_completion_length,
         temperature=config.temperature,
         top_p=config.top_p,
-        seed=session.recipe.train.seed * 2**32 + session.step,
+        seed=session.recipe.train.seed * 2**32 + draw,
         stop_ids=session.stop_ids,
     )
-    copies, new_tokens = config.num_generations, config.max_completion_length
+    new_tokens = config.max_completion_length
     prompts = [corpus.tokens[corpus.starts[i] : corpus.starts[i + 1]].tolist() for i in documents[::copies]]
     commit = session.commit_due(session.step) or session.is_over
     result: list[Continuation] = []
-    for at in range(0, len(prompts), space.prompts):
-        some = prompts[at : at + space.prompts]
+    at_once = space.at_once(copies)
+    for at in range(0, len(prompts), at_once):
+        some = prompts[at : at + at_once]
         lengths = [len(prompt) + new_tokens for prompt in some]
         due = commit and session.builder.uncommitted
         forward = Forward(session, lengths, copies=copies, new_tokens=new_tokens, commit=due)
@@ -112,11 +130,26 @@ def _sampled(session: Session, documents: Sequence[int], made_by: str) -> Genera
     completions = [one.ids + ([] if one.end is None else [one.end]) for one in result]
     return Generation(
         step=session.step,
-        made_by=made_by,
+        made_by="",
         documents=list(documents),
         completions=completions,
         ended=[one.end is not None for one in result],
     )
+
+
+def _reward(session: Session, generation: Generation) -> tuple[list[Any], list[str]]:
+    """Give the completions their rewards; (prompts, texts) of them. Raises UserError where a function gives none."""
+    assert session.rewards is not None
+    rows = [session.loader.corpus.row(document) for document in generation.documents]
+    texts = _texts(session, generation)
+    prompts = [row["prompt"] for row in rows]
+    talks = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    scores = session.rewards.scores(prompts, talks, generation.completions, rows)
+    generation.rewards = [[None if math.isnan(value) else value for value in of_one] for of_one in scores]
+    return prompts, texts
 
 
 def _log_probabilities(session: Session, generation: Generation, *, of_reference: bool = False) -> list[list[float]]:
@@ -139,18 +172,22 @@ def _log_probabilities(session: Session, generation: Generation, *, of_reference
     return result
 
 
+def rewarded(generation: Generation, config: GrpoConfig) -> list[float]:
+    """The reward of each completion: those of all functions added up, NaN where there is none."""
+    weights = config.reward_weights or [1.0] * len(generation.rewards)
+    return [_sum(values, weights) for values in zip(*generation.rewards, strict=True)]
+
+
 def advantages(generation: Generation, config: GrpoConfig, objective: str) -> tuple[list[float], list[float]]:
     """(reward, advantage) of each completion. What no function rewards has no advantage, and NaN as its reward.
 
     grpo: reward - the mean of the prompt's, over their standard deviation (that of all for "batch") + 1e-4. rloo:
     reward, less beta times log(probability / the reference model's), - the mean of the prompt's others.
     """
-    weights = config.reward_weights or [1.0] * len(generation.rewards)
-    rewarded = [_sum(values, weights) for values in zip(*generation.rewards, strict=True)]
-    totals = rewarded
+    totals = of_all = rewarded(generation, config)
     if objective == "rloo" and config.beta:
         ratios = [math.fsum(a) - math.fsum(b) for a, b in zip(generation.old, generation.base, strict=True)]
-        totals = [reward - config.beta * ratio for reward, ratio in zip(rewarded, ratios, strict=True)]
+        totals = [reward - config.beta * ratio for reward, ratio in zip(of_all, ratios, strict=True)]
     size = config.num_generations
     groups = [totals[at : at + size] for at in range(0, len(totals), size)]
     of_batch = _deviation(totals)
@@ -165,7 +202,7 @@ def advantages(generation: Generation, config: GrpoConfig, objective: str) -> tu
                 result.append(reward - (math.fsum(known) - reward) / (len(known) - 1))
             else:
                 result.append((reward - mean) / (1.0 if config.scale_rewards == "none" else spread + 1e-4))
-    return rewarded, result
+    return of_all, result
 
 
 def _sum(values: Sequence[float | None], weights: Sequence[float]) -> float:
@@ -184,13 +221,13 @@ def _deviation(values: Iterable[float]) -> float:
     return statistics.stdev(known) if len(known) > 1 else 0.0
 
 
-def _measured(generation: Generation, totals: Sequence[float], config: GrpoConfig) -> dict[str, float]:
-    """By TRL's names."""
-    size, lengths = config.num_generations, [len(ids) for ids in generation.completions]
-    spreads = [_deviation(totals[at : at + size]) for at in range(0, len(totals), size)]
+def _measured(generation: Generation, totals: Sequence[float], config: GrpoConfig, size: int) -> dict[str, float]:
+    """By TRL's names; of each prompt there are `size` completions."""
+    lengths = [len(ids) for ids in generation.completions]
+    spreads = [_deviation(totals[at : at + size]) for at in range(0, len(totals), size) if size > 1]
     known = [total for total in totals if not math.isnan(total)]
     result = {
-        "reward": _mean(known),
+        REWARD: _mean(known),
         "reward_std": _deviation(totals),
         "frac_reward_zero_std": _mean([float(spread == 0) for spread in spreads]),
         "completions/mean_length": _mean(lengths),

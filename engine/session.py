@@ -120,8 +120,8 @@ class Session:
         self.spikes: deque[Spike] = deque()
         self._gains = Gains.of(store.meta.get("validation"))
         self.remeasures = False
-        """Whether the step that this process began with is that of the checkpoint best: its validation loss, which its
-        generation cannot tell, is measured again, due or not."""
+        """Whether the step that this process began with is that of the checkpoint best: its validation, which its
+        generation cannot tell, is made again, due or not."""
         self.notes: list[str] = []
         """What is to be reported of the steps so far; whoever reports it empties the list."""
         self._outgrown_reported = False
@@ -299,7 +299,7 @@ class Session:
             name = resolve_checkpoint(self.store.root, "best")
             step = read_checkpoint(self.store.root, name).step or 0
         except UserError as error:
-            self.notes.append(f"the checkpoint of the lowest validation loss cannot be read: {error}")
+            self.notes.append(f"the checkpoint best cannot be read: {error}")
             return
         self.remeasures = step == self.step
         if step > self.step:
@@ -355,13 +355,15 @@ class Session:
         )
 
     def take_validation(self, metrics: ValidationMetrics) -> None:
-        """Take the validation loss of the step that has ended; the lowest so far makes its generation the best one. A
-        generation records what was known when its step began: a run resumed from it measures that loss again."""
+        """Take the validation loss or reward of the step that has ended; the best so far makes its generation the best
+        one. A generation records what was known when its step began: a run resumed from it measures that again."""
         self.remeasures = False
-        if not self._gains.take(metrics.step, metrics.loss, metrics.tokens) or not self.recipe.storage.keep_best:
-            return
-        self.finish()
-        self._retention.keep_best()
+        rises = metrics.loss is None
+        measured_on = self.recipe.prompts_per_validation if rises else metrics.tokens
+        gained = self._gains.take(metrics.step, metrics.value, measured_on, rises=rises)
+        if gained and self.recipe.storage.keep_best:
+            self.finish()
+            self._retention.keep_best()
 
     @property
     def early_end(self) -> EarlyEnd | None:

@@ -207,7 +207,7 @@ def _run(session: Session, observer: Observer) -> TrainResult:
 
 
 def _validate(session: Session, observer: Observer) -> None:
-    """Measure the validation loss of the step that has ended, if it is due; right before the next step, so that a stop
+    """Make a validation of the step that has ended, if it is due; right before the next step, so that a stop
     or a pause does not wait for it."""
     if validation.due(session):
         metrics = validation.validate(session)

@@ -1,10 +1,13 @@
-"""The validation loss: the likelihood of documents that are never trained on, measured between two steps. It leaves
-nothing behind: a run that is validated computes the same bits as one that is not."""
+"""Validations: the likelihood of documents that are never trained on, or rewards of what the model answers to prompts
+that are not, measured between two steps. They leave nothing behind: a run that is validated computes the same bits as
+one that is not."""
 
 from __future__ import annotations
 
 import time
 
+from penstock.engine import rollouts
+from penstock.engine.config import SAMPLED
 from penstock.engine.data.recall import Tally
 from penstock.engine.events import ValidationMetrics
 from penstock.engine.model.sequences import sequences_of
@@ -14,7 +17,7 @@ from penstock.engine.session import Session
 
 
 def due(session: Session) -> bool:
-    """Whether the validation loss is to be measured of the step that has ended, before the next one begins."""
+    """Whether a validation is to be made of the step that has ended, before the next one begins."""
     train, step = session.recipe.train, session.step
     every = train.validate_every
     if every is None:
@@ -25,8 +28,10 @@ def due(session: Session) -> bool:
 
 
 def validate(session: Session) -> ValidationMetrics:
-    """Measure the loss with the weights of the step that has ended, whose update is applied and, if due, committed
-    under the first pass, as under the next step's forward."""
+    """Measure with the weights of the step that has ended, whose update is applied and, if due, committed under the
+    first pass, as under the next step's forward."""
+    if session.recipe.train.objective in SAMPLED:
+        return rollouts.validate(session)
     assert session.validation is not None
     started, step = time.perf_counter(), session.step
     total, weight, tokens, right = 0.0, 0.0, 0, 0

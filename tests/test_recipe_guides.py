@@ -47,10 +47,12 @@ def test_rewards_are_of_the_right_sums_and_held_out_questions_are_in_no_row(
     guides: dict[str, ModuleType], tmp_path: Path
 ) -> None:
     grpo, right_number = guides["grpo"], guides["rewards"].right_number
-    held_out = grpo.write_data(tmp_path, seed=3)
-    base, prompts = rows(tmp_path / "base.jsonl"), rows(tmp_path / "prompts.jsonl")
+    grpo.write_data(tmp_path, seed=3)
+    base, all_prompts = rows(tmp_path / "base.jsonl"), rows(tmp_path / "prompts.jsonl")
+    prompts, held_out = all_prompts[: -grpo.HELD_OUT], all_prompts[-grpo.HELD_OUT :]
     assert not {row["prompt"] for row in held_out} & {row["prompt"] for row in [*base, *prompts]}
-    assert len(held_out) == grpo.HELD_OUT
+    data = grpo.grpo_recipe(tmp_path, steps=1, seed=3).data
+    assert (data.order, data.validation_documents) == ("kept", grpo.HELD_OUT), "the last ones are held out"
     for row in held_out:
         numbers = [int(word) for word in row["prompt"].split() if word.isdigit()]
         assert int(row["answer"]) == sum(numbers)

@@ -140,7 +140,7 @@ class Display:
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """The lines of later steps show it."""
-        self._validation = f"  validation {metrics.loss:.4f}"
+        self._validation = f"  validation {metrics.value:.4f}"
 
     def step(self, metrics: StepMetrics, busiest: tuple[str, float] | None, mean: float | None) -> None:
         """Show a finished step, the busiest lane in it, and the run's mean tokens/s; of the last one the summary

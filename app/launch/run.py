@@ -119,7 +119,8 @@ class RunObserver:
     def on_validation(self, metrics: ValidationMetrics) -> None:
         self.log.validation(metrics)
         more = f"  {measured_text(metrics.measured)}".rstrip()
-        self.log.message(f"step {metrics.step}: validation loss {metrics.loss:.4f}{more} ({metrics.seconds:.1f} s)")
+        loss = "" if metrics.loss is None else f" loss {metrics.loss:.4f}"
+        self.log.message(f"step {metrics.step}: validation{loss}{more} ({metrics.seconds:.1f} s)")
         self.display.validation(metrics)
         self._callbacks.call(self._callbacks.on_validation, metrics)
 

@@ -257,7 +257,7 @@ def plan_cell(question: Question, name: str, context: int) -> dict[str, Any]:
     try:
         result = task.search(question.machine)
     except BudgetError as error:
-        return cell | {"fits": False} | _refusal(question, task, error)
+        return cell | {"fits": False} | _refusal(question, model, task, error)
     return cell | {"fits": True} | _figures(question, forecast(task, question.machine, result))
 
 
@@ -280,17 +280,17 @@ def _figures(question: Question, forecast: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refusal(question: Question, task: PlanRequest, error: BudgetError) -> dict[str, Any]:
+def _refusal(question: Question, model: KnownModel, task: PlanRequest, error: BudgetError) -> dict[str, Any]:
     """What is short; of a model's first context that does not fit, `changes` that would each make it fit."""
+    from penstock.app.planning.plan import machine_task
     from penstock.engine.forecast import advice
 
     result = {"tier": error.tier, "short_bytes": error.need_bytes - error.budget_bytes, "message": str(error)}
     context = task.recipe.data.sequence_length
     shorter = max((length for length in question.contexts if length < context), default=None)
     if shorter is not None:
-        sequences = max(1, STEP_TOKENS // shorter)
-        before = {"data.sequence_length": shorter, "train.global_batch_size": sequences}
-        if not advice.fits(task.changed(before)):
+        before = machine_task(cell_recipe(question, model, shorter), question.machine, model.spec)
+        if not advice.fits(before):
             return result
     sizes = {"gpu": task.budgets.gpu, "ram": task.budgets.ram, "nvme": task.budgets.nvme or 0}
     changes = advice.nearest(task, error, sizes, shorter or _LEAST_CONTEXT - 1)

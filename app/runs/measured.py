@@ -9,12 +9,13 @@ from itertools import islice
 from typing import Any
 
 from penstock.app.runs.files import number
+from penstock.engine.events import REWARD as REWARD
 from penstock.storage.files.units import figure
 
 MOST_NAMES = 64
 """Of a run; objectives have far fewer, and what is beyond is left out."""
 _MOST_CHARS = 100
-_FIRST = ("rewards/margins", "rewards/accuracies", "reward", "kl", "reward_std", "completions/mean_length")
+_FIRST = ("rewards/margins", "rewards/accuracies", REWARD, "kl", "reward_std", "completions/mean_length")
 """What says most of a run."""
 _IN_A_LINE = 3
 """So many are told where there is little room."""

@@ -301,7 +301,7 @@ class _ClusterRun:
         if self.validation is not None:
             metrics = validate(self.sharded, self.validation, self.step, self.share)
             self.observer.on_validation(metrics)
-            self.gains.take(metrics.step, metrics.loss, metrics.tokens)
+            self.gains.take(metrics.step, metrics.value, metrics.tokens)
 
     @property
     def _early_end(self) -> EarlyEnd | None:

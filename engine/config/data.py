@@ -87,7 +87,7 @@ class DataConfig:
     max_documents: int | None = None
     """Use only the first documents of the source."""
     validation_documents: int | None = None
-    """Number of documents held out for the validation loss, chosen by data.seed; with data.order=kept the last ones.
+    """Number of documents held out for validations, chosen by data.seed; with data.order=kept the last ones.
     train.validate_every sets how often they are used. none holds out nothing."""
 
     def __post_init__(self) -> None:

@@ -224,7 +224,7 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
         "train.objective={r.train.objective} reads no verdicts; set train.objective=kto",
     ),
     (
-        "grpo.reward grpo.reward_timeout_s grpo.num_generations grpo.max_completion_length "
+        "grpo.reward grpo.reward_timeout_s grpo.num_generations grpo.num_generations_eval grpo.max_completion_length "
         "grpo.temperature grpo.top_p grpo.num_iterations grpo.steps_per_generation grpo.epsilon grpo.epsilon_high "
         "grpo.beta grpo.use_bias_correction_kl grpo.loss_type grpo.scale_rewards grpo.importance_sampling_level "
         "grpo.mask_truncated_completions",
@@ -244,18 +244,18 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
     ),
     (
         "train.validate_every",
-        lambda r: r.train.objective not in SAMPLED,
-        "train.objective={r.train.objective} measures rewards in each step, and has no loss of prompts; leave it out",
-    ),
-    (
-        "train.validate_every",
         lambda r: r.data.validation_documents is not None,
         "no documents are held out to validate on; set data.validation_documents",
     ),
     (
         "train.validation_sequences train.validate_first train.early_stopping_patience storage.keep_best",
         _validates,
-        "no validation loss is measured; set train.validate_every",
+        "no validation is made; set train.validate_every",
+    ),
+    (
+        "grpo.num_generations_eval",
+        _validates,
+        "no validation is made; set train.validate_every",
     ),
     (
         "after.export_merged after.push after.sample_prompt",
@@ -296,7 +296,7 @@ _REPORTED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
     (
         "data.validation_documents",
         _validates,
-        "no validation loss is measured: the documents are left out of training, and of no further use; set "
+        "no validation is made: the documents are left out of training, and of no further use; set "
         "train.validate_every",
     ),
     (

@@ -31,6 +31,8 @@ class GrpoConfig:
     """Seconds that a reward function may take for all completions of a call, and a program for one."""
     num_generations: int = 8
     """Completions of each prompt, which are compared with one another."""
+    num_generations_eval: int | None = None
+    """The same in a validation, at most num_generations. none: num_generations."""
     max_completion_length: int = 256
     """Most tokens of a completion."""
     temperature: float = 1.0
@@ -66,6 +68,11 @@ class GrpoConfig:
         """That are trained on the same completions."""
         return self.num_iterations * self.steps_per_generation
 
+    @property
+    def num_validated(self) -> int:
+        """Completions of each prompt in a validation."""
+        return self.num_generations_eval or self.num_generations
+
     def __post_init__(self) -> None:
         require_kinds("grpo", self)
         for number, entry in enumerate(self.reward):
@@ -82,6 +89,7 @@ class GrpoConfig:
         )
         require(0 < self.reward_timeout_s < math.inf, f"grpo.reward_timeout_s: {self.reward_timeout_s} must be above 0")
         require_counts("grpo", self, ("num_generations",), MOST_SEQUENCES, least=2)
+        require_counts("grpo", self, ("num_generations_eval",), self.num_generations)
         require_counts("grpo", self, ("num_iterations", "steps_per_generation"), MOST_SEQUENCES)
         require_counts("grpo", self, ("max_completion_length",), MOST_TOKENS)
         require(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -161,6 +162,22 @@ class Recipe:
             f"train.global_batch_size: {batch} is not a multiple of grpo.num_generations {group}; a step has all "
             "completions of its prompts, so set one of them to fit the other",
         )
+        require(
+            self.prompt_room >= 2,
+            f"data.sequence_length: {self.data.sequence_length:,} leaves no room for a prompt before "
+            f"grpo.max_completion_length={self.grpo.max_completion_length:,}; raise it, or lower that",
+        )
+
+    @property
+    def prompt_room(self) -> int:
+        """Most tokens of a prompt whose completions are sampled."""
+        return self.data.sequence_length - self.grpo.max_completion_length
+
+    @property
+    def batch_multiple(self) -> int:
+        """What train.global_batch_size has to be a multiple of."""
+        micro = self.train.micro_batch_size
+        return math.lcm(micro, self.grpo.num_generations) if self.train.objective in SAMPLED else micro
 
     @property
     def keeps_reference(self) -> bool:
@@ -177,6 +194,15 @@ class Recipe:
     def prompts_per_generation(self) -> int:
         """Whose completions are sampled with the same weights."""
         return self.train.global_batch_size * self.grpo.steps_per_generation // self.grpo.num_generations
+
+    @property
+    def prompts_per_validation(self) -> int:
+        """Of those held out, how many the model answers in each validation; 0: none."""
+        held_out, train = self.data.validation_documents, self.train
+        if train.validate_every is None or held_out is None:
+            return 0
+        completions = train.validation_sequences or train.global_batch_size
+        return min(held_out, max(1, completions // self.grpo.num_validated))
 
 
 _SHORT = 60

@@ -58,8 +58,8 @@ class StorageConfig:
     loss of the next step was at most this many times the running mean. Takes disk space for one more generation, and is
     left out if there is no room. none keeps none."""
     keep_best: bool = False
-    """Keep the generation with the lowest validation loss as checkpoint best. Takes disk space for one more
-    generation."""
+    """Keep the generation with the lowest validation loss, or the highest reward, as checkpoint best. Takes disk space
+    for one more generation."""
     offsite: str | None = None
     """Where to upload the state in the background: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a folder on another disk.
     Each run needs its own prefix. Credentials come from the environment. Takes disk space for one more generation. none

@@ -100,16 +100,16 @@ class TrainConfig:
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are stored until the optimizer uses them. They are always summed in float32 first."""
     validate_every: int | None = None
-    """Measure the validation loss every so many steps and after the last one. none never measures it. Needs
-    data.validation_documents."""
+    """Measure the validation loss, or the rewards of held-out prompts with grpo and rloo, every so many steps and after
+    the last one. none never does. Needs data.validation_documents."""
     validate_first: bool = False
-    """Also measure the validation loss before the first step."""
+    """Also validate before the first step."""
     validation_sequences: int | None = None
-    """Sequences per validation, the same ones every time; fewer if the validation documents fill fewer. none uses as
-    many as a training step."""
+    """Sequences per validation, of the same documents every time; fewer if these fill fewer. none uses as many as a
+    training step."""
     early_stopping_patience: int | None = None
-    """End the run after this many validations in a row without a lower validation loss. none always trains to the last
-    step."""
+    """End the run after this many validations in a row without a lower validation loss, or a higher reward. none always
+    trains to the last step."""
     seed: int = 0
     """Seed of the random weights of a model trained from scratch."""
     compile: Literal["auto", "on", "off"] = "auto"

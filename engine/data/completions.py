@@ -13,6 +13,7 @@ import numpy as np
 from penstock.engine.config import Recipe
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.loader import DataLoader
+from penstock.engine.data.packing import split_documents
 from penstock.engine.data.stream import Stream
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.engine.objectives.base import Objective
@@ -98,19 +99,18 @@ class CompletionLoader(DataLoader):
         share_prompts: bool,
     ) -> None:
         """`share_prompts`: completions of a prompt in one micro-batch go on from one copy of it. Raises UserError where
-        no prompt leaves a row the tokens of a completion."""
+        no prompt, or too long a one, leaves a row the tokens of a completion."""
         data, train, grpo = recipe.data, recipe.train, recipe.grpo
-        room = data.sequence_length - grpo.max_completion_length
-        if room < 2:
-            raise UserError(
-                f"data.sequence_length: {data.sequence_length:,} leaves no room for a prompt before "
-                f"grpo.max_completion_length={grpo.max_completion_length:,}; raise it, or lower that"
-            )
+        room = recipe.prompt_room
         if whole_documents:
             raise UserError(
                 "train.objective: this model computes one document per row, and completions are sampled side by side; "
                 "use another model"
             )
+        documents, held_out = None, np.zeros(0, dtype=np.int64)
+        if data.validation_documents is not None:
+            split = corpus.info.num_documents, data.validation_documents, data.seed, data.order
+            documents, held_out = split_documents(*split)
         prompts = recipe.prompts_per_generation
         longest = int(np.diff(corpus.starts).max())
         if longest > room and data.long_documents != "drop":
@@ -125,8 +125,17 @@ class CompletionLoader(DataLoader):
             replace(data, sequence_length=room, packing="none", long_documents="drop"),
             replace(train, global_batch_size=prompts, micro_batch_size=prompts),
             vocab_size=vocab_size,
+            documents=documents,
             objective=objective,
         )
+        fitting = held_out[np.diff(corpus.starts)[held_out] <= room]
+        self.held_out: list[int] = fitting[: recipe.prompts_per_validation].tolist()
+        """Documents whose completions a validation rewards: the same ones every time, which no step trains on."""
+        if recipe.prompts_per_validation and not self.held_out:
+            raise UserError(
+                f"data.validation_documents: each of the {len(held_out):,} held-out prompts has more tokens than the "
+                f"{room:,} that data.sequence_length leaves; raise it, or hold out more"
+            )
         self.folder = corpus.folder.with_name(FOLDER)
         self.shares_prompts = share_prompts
         self._recipe, self._used = recipe, 0

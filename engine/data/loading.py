@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.engine.config import Recipe
+from penstock.engine.config import SAMPLED, Recipe
 from penstock.engine.data.completions import CompletionLoader
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.loader import DataLoader, ValidationSet, require_kind
@@ -53,12 +53,12 @@ def shares_prompts(spec: ModelSpec, recipe: Recipe) -> bool:
 
 
 def make_validation(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe) -> ValidationSet | None:
-    """What the validation loss is measured on; None where the recipe asks for none.
+    """What the validation loss is measured on; None where the recipe asks for none, or has no loss of prompts alone.
 
     Raises UserError when there is nothing to measure it on.
     """
     data, train = recipe.data, recipe.train
-    if train.validate_every is None or data.validation_documents is None:
+    if train.validate_every is None or data.validation_documents is None or train.objective in SAMPLED:
         return None
     rows = train.micro_batch_size
     return ValidationSet(

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from penstock.engine.config import parse_bytes
+from penstock.engine.config import SAMPLED, parse_bytes
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
 from penstock.engine.machine.profile import Machine
@@ -61,11 +61,12 @@ def nearest(task: PlanRequest, refusal: BudgetError, sizes: Mapping[str, int], l
 
 def _nearest_in_recipe(task: PlanRequest, least_context: int) -> list[Change]:
     """At most one."""
-    train = task.recipe.train
+    recipe, train, each = task.recipe, task.recipe.train, task.recipe.batch_multiple
     if train.gradient_dtype == "float32" and fits(task.changed(_BFLOAT16)):
         return [Change(_BFLOAT16, _ROUNDED)]
-    fewer = [n for n in _halves(train.global_batch_size, train.micro_batch_size) if n % train.micro_batch_size == 0]
-    shorter = _halves(task.recipe.data.sequence_length, max(2, least_context + 1))
+    fewer = [n for n in _halves(train.global_batch_size, each) if n % each == 0]
+    answered = recipe.grpo.max_completion_length if train.objective in SAMPLED else 0
+    shorter = _halves(recipe.data.sequence_length, max(answered + 2, least_context + 1))
     for name, values, text in (
         ("train.global_batch_size", fewer, "fewer sequences in a step"),
         ("data.sequence_length", shorter, "a shorter context"),
@@ -91,7 +92,7 @@ def _single(task: PlanRequest) -> Iterator[Change]:
     micro = train.micro_batch_size
     smaller = [n for n in _halves(micro, 1) if train.global_batch_size % n == 0]
     yield from _least(task, "train.micro_batch_size", smaller, "fewer sequences in one stream")
-    fewer = [n for n in _halves(train.global_batch_size, 1) if n % micro == 0]
+    fewer = [n for n in _halves(train.global_batch_size, 1) if n % recipe.batch_multiple == 0]
     yield from _least(task, "train.global_batch_size", fewer, "fewer sequences in a step")
     yield from _least(task, "data.sequence_length", _halves(recipe.data.sequence_length, 2), "a shorter context")
     size = parse_bytes(storage.part_bytes, "storage.part_bytes")

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine.config import SAMPLED
 from penstock.engine.forecast.costs import Calibration, Conditions
-from penstock.engine.forecast.extrapolate import estimate, estimate_evaluation, estimate_samples, num_ops
+from penstock.engine.forecast.extrapolate import (
+    estimate,
+    estimate_completions,
+    estimate_evaluation,
+    estimate_samples,
+    num_ops,
+)
 from penstock.engine.forecast.flops import active_params, executed_flops, model_flops
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult, promised_s
@@ -89,11 +95,14 @@ def predict(plan: Plan, on: Conditions) -> Simulation:
 
 def _validation_s(task: PlanRequest, plan: Plan, on: Conditions) -> float:
     """Seconds that a validation adds to the run; 0 where the recipe asks for none."""
-    train = task.recipe.train
+    recipe, train, full = task.recipe, task.recipe.train, num_ops(plan) <= WHOLE_OPS
     if train.validate_every is None:
         return 0.0
+    if train.objective in SAMPLED:
+        prompts, copies = recipe.prompts_per_validation, recipe.grpo.num_validated
+        return estimate_completions(plan, on, prompts=prompts, copies=copies, full=full)
     passes = -(-(train.validation_sequences or train.global_batch_size) // train.global_batch_size)
-    return passes * estimate_evaluation(plan, on, full=num_ops(plan) <= WHOLE_OPS)
+    return passes * estimate_evaluation(plan, on, full=full)
 
 
 def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str, Any]:
@@ -317,9 +326,9 @@ def compute_bound_tokens(task: PlanRequest, machine: Machine, result: SearchResu
             return None
         return estimate(plan, Conditions(machine)).bound_by == "compute"
 
-    sequences, micro = train.global_batch_size, train.micro_batch_size
+    sequences, least = train.global_batch_size, task.recipe.batch_multiple
     if bound(sequences):
-        while sequences % (2 * micro) == 0 and bound(sequences // 2):
+        while sequences % (2 * least) == 0 and bound(sequences // 2):
             sequences //= 2
         return sequences * per_row
     for _ in range(_DOUBLINGS):

@@ -174,7 +174,7 @@ class PlanRequest:
         space = SampleSpace(lengths=lengths, keeps=not self.spec.recurrent, vocabulary=self.spec.vocab_size)
         if recipe.train.objective in SAMPLED:
             new, copies = recipe.grpo.max_completion_length, recipe.grpo.num_generations
-            longest = recipe.data.sequence_length - new if self.longest_prompt is None else self.longest_prompt
+            longest = min(recipe.prompt_room, self.longest_prompt or recipe.prompt_room)
             space = replace(
                 space,
                 prompts=recipe.prompts_per_generation,

@@ -228,6 +228,11 @@ class SampleSpace:
         """With so many tokens of each of its completions."""
         return self.prompt_tokens * (1 if self.shared else self.copies) + self.copies * new_tokens
 
+    def at_once(self, copies: int) -> int:
+        """Prompts that there is room for with so many completions of each, at most `self.copies`."""
+        each = replace(self, copies=copies).rows_of_prompt(self.new_tokens)
+        return max(1, min(self.prompts * self.copies // copies, self.rows // each))
+
     @property
     def sequences(self) -> int:
         return max(len(self.lengths), self.prompts * self.copies)

@@ -2,7 +2,7 @@
 
 A model of 0.4 million parameters first learns sums from rows of which half are wrong, so that it is right less than
 half of the time. Then it is trained on questions alone: it samples answers, rewards.py says which are right, and these
-become more likely. Before and after, questions are put to it that are in no row. Called again after an interruption, it
+become more likely. Validations put questions to it that no model is trained on. Called again after an interruption, it
 goes on.
 
 For data of your own, write prompts.jsonl and a reward function, and let `model.path` be your model: `grpo_recipe` is
@@ -15,9 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rewards import right_number  # type: ignore[import-not-found]  # the file beside this one
-
-from penstock import AfterConfig, DataConfig, GrpoConfig, ModelConfig, Recipe, Run, TrainConfig, resume, sample, train
+from penstock import AfterConfig, DataConfig, GrpoConfig, ModelConfig, Recipe, Run, TrainConfig, resume, train
 
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jan", "Kim", "Leo")
 THINGS = ("apples", "books", "cards", "coins", "pens", "shells", "stamps", "stones")
@@ -35,8 +33,8 @@ ON_A_CPU: dict[str, Any] = {
 }
 
 
-def write_data(folder: Path, seed: int) -> list[dict[str, str]]:
-    """Write base.jsonl and prompts.jsonl; the rows that are in neither."""
+def write_data(folder: Path, seed: int) -> None:
+    """Write base.jsonl, without the questions that are held out, and prompts.jsonl, in which they are the last ones."""
     chance = random.Random(seed)
     base, prompts = [], []
     for name, things, a, b in chance.sample(SUMS, len(SUMS)):
@@ -44,10 +42,8 @@ def write_data(folder: Path, seed: int) -> list[dict[str, str]]:
         said = chance.randint(2, 18) if chance.random() < WRONG else a + b
         base.append({"prompt": question, "completion": f" {said} {things}."})
         prompts.append({"prompt": question, "answer": str(a + b)})
-    for file, rows in (("base", base), ("prompts", prompts)):
-        text = "".join(json.dumps(row) + "\n" for row in rows[:-HELD_OUT])
-        (folder / f"{file}.jsonl").write_text(text)
-    return prompts[-HELD_OUT:]
+    for file, rows in (("base", base[:-HELD_OUT]), ("prompts", prompts)):
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def base_recipe(folder: Path, steps: int, seed: int) -> Recipe:
@@ -76,15 +72,32 @@ def base_recipe(folder: Path, steps: int, seed: int) -> Recipe:
 
 
 def grpo_recipe(folder: Path, steps: int, seed: int) -> Recipe:
-    """That model samples eight answers to each of 16 questions a step, and is trained on them."""
+    """That model samples eight answers to each of 16 questions a step, and is trained on them; before the first step
+    and after every 20 it samples one to each question held out."""
     return Recipe(
         name="sums-grpo",
         model=ModelConfig(path=str(folder / "base" / "export")),
-        data=DataConfig(source="prompts", path=str(folder / "prompts.jsonl"), sequence_length=32),
-        train=TrainConfig(objective="grpo", steps=steps, lr=1e-3, seed=seed, **ON_A_CPU),
+        data=DataConfig(
+            source="prompts",
+            path=str(folder / "prompts.jsonl"),
+            order="kept",
+            sequence_length=32,
+            validation_documents=HELD_OUT,
+        ),
+        train=TrainConfig(
+            objective="grpo",
+            steps=steps,
+            lr=1e-3,
+            seed=seed,
+            validate_every=20,
+            validate_first=True,
+            validation_sequences=256,
+            **ON_A_CPU,
+        ),
         grpo=GrpoConfig(
             reward=[f"{Path(__file__).with_name('rewards.py')}:right_number"],
             num_generations=8,
+            num_generations_eval=1,
             max_completion_length=6,
         ),
     )
@@ -97,19 +110,13 @@ def finished(recipe: Recipe, run_dir: Path) -> Path:
     return run_dir if Run(run_dir).state == "finished" else resume(run_dir)
 
 
-def mean_reward(model: Path, rows: list[dict[str, str]]) -> float:
-    """Of one sampled answer to each question."""
-    answers = sample(model, [row["prompt"] for row in rows], tokens=6, temperature=1.0)
-    return sum(right_number(answers, [row["answer"] for row in rows])) / len(rows)
-
-
 def main(folder: Path, base_steps: int, grpo_steps: int, seed: int) -> tuple[float, float]:
     """The mean rewards before and after."""
     folder.mkdir(parents=True, exist_ok=True)
-    held_out = write_data(folder, seed)
-    base = finished(base_recipe(folder, base_steps, seed), folder / "base")
+    write_data(folder, seed)
+    finished(base_recipe(folder, base_steps, seed), folder / "base")
     run = finished(grpo_recipe(folder, grpo_steps, seed), folder / "grpo")
-    before, after = mean_reward(base, held_out), mean_reward(run, held_out)
+    before, *_, after = (made.value for made in Run(run).validations())
     print(f"\nmean reward on {HELD_OUT} questions that no model was trained on: {before:.2f} -> {after:.2f}")
     return before, after
 

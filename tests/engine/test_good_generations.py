@@ -321,7 +321,7 @@ def test_a_damaged_best_is_said(tmp_path: Path, losses: Losses) -> None:
     (tmp_path / "state/checkpoints/best-000002/manifest.json").write_text("{")
     observer, result = run_validated(tmp_path, resume=True)
     assert result.steps == 6
-    assert any("lowest validation loss cannot be read: " in text for text in observer.messages)
+    assert any("the checkpoint best cannot be read: " in text for text in observer.messages)
 
 
 def test_no_room_for_the_best_is_said(tmp_path: Path, losses: Losses, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,17 +372,22 @@ def test_more_patience_goes_on_to_a_straight_runs_bits(tmp_path: Path, losses: L
     assert tiny.digest_of(tmp_path) == after[6]
 
 
-@given(st.lists(st.sampled_from([1.0, 2.0, 3.0, math.nan, math.inf]), min_size=1, max_size=12), st.integers(1, 4))
-def test_gains(losses: list[float], patience: int) -> None:
-    """As a record of it, taken up again after every loss, finds them."""
-    gains = Gains()
+@given(
+    st.lists(st.sampled_from([1.0, 2.0, 3.0, math.nan, math.inf]), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_gains(losses: list[float], patience: int, rises: bool) -> None:
+    """As a record of it, taken up again after every loss, finds them. Rewards, which rise, are losses turned around."""
+    gains, sign = Gains(), -1.0 if rises else 1.0
     for step, loss in enumerate(losses):
         gains = Gains.of(gains.to_json())
         finite = [value for value in losses[:step] if math.isfinite(value)]
-        assert gains.take(step, loss, 100) == (math.isfinite(loss) and all(loss < value for value in finite))
+        better = math.isfinite(loss) and all(loss < value for value in finite)
+        assert gains.take(step, sign * loss, 100, rises=rises) == better
         finite = [value for value in losses[: step + 1] if math.isfinite(value)]
-        assert gains.best == min(finite, default=None)
-        since = step + 1 if gains.best is None else step - losses.index(gains.best)
+        assert gains.best == (sign * min(finite) if finite else None)
+        since = step + 1 if gains.best is None else step - losses.index(sign * gains.best)
         assert gains.without == since
         assert (gains.exhausted(patience) is not None) == (since >= patience)
         assert gains.exhausted(None) is None

@@ -30,11 +30,19 @@ from penstock.engine.opening import first_values
 from penstock.engine.plan import planner
 from penstock.engine.rewards.rewards import Rewards
 from penstock.storage.files.errors import UserError
+from penstock.storage.generations.checkpoints import read_checkpoint, resolve_checkpoint
 from penstock.storage.generations.store import NvmeStore
 
 REWARD = """
 def letters(completions, wanted, **_):
     return [float(text.count(letter)) for text, letter in zip(completions, wanted)]
+"""
+FALLS = """
+calls = []
+
+def letters(completions, **_):
+    calls.append(len(completions))
+    return [-float(len(calls))] * len(completions)
 """
 FAILS_LATER = """
 calls = []
@@ -59,10 +67,12 @@ def sections(folder: Path, **changes: Any) -> dict[str, Any]:
     rows = [{"prompt": row["prompt"], "wanted": "e"} for row in comparisons.pairs(9)]
     grpo: dict[str, Any] = {"num_generations": 4, "max_completion_length": 6, "num_iterations": 2}
     train: dict[str, Any] = {"objective": "grpo", "steps": STEPS, "global_batch_size": 8, "micro_batch_size": 4}
+    data: dict[str, Any] = {"sequence_length": 40} | changes.pop("data", {})
     given: dict[str, Any] = {
         "model": tiny.model(vocab_size=None),
-        "data": comparisons.data(comparisons.write(folder.with_suffix(".jsonl"), rows), sequence_length=40),
-        "train": tiny.training(**train),
+        "data": comparisons.data(comparisons.write(folder.with_suffix(".jsonl"), rows), **data),
+        "train": tiny.training(**train | changes.pop("train", {})),
+        "storage": tiny.storage(checkpoint_every=1, **changes.pop("storage", {})),
         "budgets": changes.pop("budgets", BudgetConfig(gpu="least", ram="least")),
         "adapter": changes.pop("adapter", AdapterConfig()),
     }
@@ -73,7 +83,14 @@ def sections(folder: Path, **changes: Any) -> dict[str, Any]:
 def outcome(folder: Path, observer: tiny.Silent) -> tuple[Any, ...]:
     """What a run comes to, but for how long it took."""
     last = {name: value for name, value in observer.metrics[-1].measured.items() if not name.endswith("_s")}
-    return last, observer.metrics[-1].loss, tiny.digest_of(folder)
+    validated = observer.validations[-1].measured if observer.validations else {}
+    return last, validated, observer.metrics[-1].loss, tiny.digest_of(folder)
+
+
+def run_validated(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> None:
+    """With rewards of two held-out prompts out of three."""
+    changes |= {"train": VALIDATED, "data": {"validation_documents": 3}, "num_generations_eval": 2}
+    run(folder, observer, resume=resume, **changes)
 
 
 MOMENTS: list[tuple[Any, str, int]] = [
@@ -83,19 +100,23 @@ MOMENTS: list[tuple[Any, str, int]] = [
     *((Rewards, "scores", moment) for moment in (1, 2, 3)),
     *((session.Session, "begin_step", moment) for moment in range(1, STEPS + 1)),
     *((session.Session, "_commit", moment) for moment in (1, 3)),
+    *((rollouts, "validate", moment) for moment in (1, 2)),
+    *((session.Session, "take_validation", moment) for moment in (1, 2)),
 ]
+VALIDATED: dict[str, Any] = {"validate_every": 2, "validate_first": True, "validation_sequences": 4}
+"""Two completions of each of two prompts."""
 
 
 def dying(folder: Path, place: int) -> None:
     """Train, and die by SIGKILL at that call."""
     die_at_call(*MOMENTS[place])
-    run(folder, tiny.Silent(), beta=0.2)
+    run_validated(folder, tiny.Silent(), beta=0.2)
 
 
 @pytest.mark.sampled
 def test_kill_9_in_any_phase_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = tiny.Silent()
-    run(tmp_path / "straight", straight, beta=0.2)
+    run_validated(tmp_path / "straight", straight, beta=0.2)
     expected = outcome(tmp_path / "straight", straight)
     processes = multiprocessing.get_context("forkserver")
     for place in random.Random(0).sample(range(len(MOMENTS)), samples(3, len(MOMENTS))):
@@ -104,7 +125,7 @@ def test_kill_9_in_any_phase_resumes_bit_for_bit(tmp_path: Path) -> None:
         child.start()
         child.join(600)
         assert child.exitcode == -signal.SIGKILL, MOMENTS[place]
-        run(folder, observer, resume=(folder / "state" / "manifest.json").exists(), beta=0.2)
+        run_validated(folder, observer, resume=(folder / "state" / "manifest.json").exists(), beta=0.2)
         assert outcome(folder, observer) == expected, MOMENTS[place]
 
 
@@ -267,6 +288,62 @@ def test_samples_show_completions_with_their_rewards(tmp_path: Path) -> None:
     for made in observer.samples:
         assert all(one.reward == one.text.count("e") for one in made.samples)
     assert all({"reward", "reward_std", "completions/mean_length"} <= m.measured.keys() for m in observer.metrics)
+
+
+def test_validations_reward_prompts_that_are_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ones each time, by the same draws, and the run computes what it computes without them."""
+    seen: list[tuple[int, list[int], float]] = []
+    reward = rollouts._reward
+
+    def keep(session: session.Session, generation: Generation) -> Any:
+        prompts, texts = reward(session, generation)
+        seen.append((session.step, generation.documents, sum(text.count("e") for text in texts) / len(texts)))
+        return prompts, texts
+
+    monkeypatch.setattr(rollouts, "_reward", keep)
+    observer, without = tiny.Silent(), tiny.Silent()
+    run_validated(tmp_path / "run", observer)
+    held_out = [each for each in seen if each[1] == [6, 6, 7, 7]]
+    assert [step for step, _, _ in held_out] == [made.step for made in observer.validations] == [0, 2, 4, 5]
+    assert [mean for _, _, mean in held_out] == [made.measured["reward"] for made in observer.validations]
+    assert all(made.loss is None and made.value == made.measured["reward"] for made in observer.validations)
+    trained = {document for each in seen if each not in held_out for document in each[1]}
+    assert trained == set(range(6))
+    run(tmp_path / "without", without, data={"validation_documents": 3})
+    assert tiny.digest_of(tmp_path / "run") == tiny.digest_of(tmp_path / "without")
+    assert observer.plan["run"]["validations"] == 3
+    assert 0 < observer.plan["run"]["validation_s"] < observer.plan["run"]["generations"]["sampling_s"]
+
+
+def test_validations_draw_alike_and_the_best_one_is_kept(tmp_path: Path) -> None:
+    """The reward falls in every call: the first validation is the best one, and two without a gain end the run."""
+    observer = tiny.Silent()
+    run(
+        tmp_path / "run",
+        observer,
+        reward=FALLS,
+        data={"validation_documents": 3},
+        train=VALIDATED | {"early_stopping_patience": 2, "lr": 1e-30, "validate_first": False, "steps": 20},
+        storage={"keep_best": True},
+        num_generations_eval=2,
+    )
+    values = [made.value for made in observer.validations]
+    assert values == sorted(values, reverse=True)
+    assert len({made.tokens for made in observer.validations}) == 1, "the same model draws the same completions"
+    assert [made.step for made in observer.validations] == [2, 4, 6]
+    assert any(f"ended early after step 6: no gain in 2 validations; best {values[0]:.4g} at step 2" in message
+               for message in observer.messages)  # fmt: skip
+    state = tmp_path / "run" / "state"
+    assert read_checkpoint(state, resolve_checkpoint(state, "best")).step == 2
+
+
+def test_validations_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"grpo.num_generations_eval: 5"):
+        GrpoConfig(num_generations=4, num_generations_eval=5)
+    words = r"each of the 3 held-out prompts has more tokens than the 3 that data.sequence_length leaves"
+    data = {"validation_documents": 3, "long_documents": "drop", "sequence_length": 40}
+    with pytest.raises(UserError, match=words):
+        run(tmp_path / "run", tiny.Silent(), data=data, train=VALIDATED, max_completion_length=37)
 
 
 def test_old_log_probabilities_are_the_first_steps_own(tmp_path: Path) -> None:

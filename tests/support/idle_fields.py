@@ -143,7 +143,7 @@ CASES = (
         Case("grpo.use_bias_correction_kl=false", idle, (*_GRPO, "grpo.beta=0.1"))
         for idle in ((), (*_RLOO, "grpo.beta=0.1"), _GRPO)
     ),
-    Case("train.validate_every=4", (*_GRPO, "data.validation_documents=4"), ("data.validation_documents=4",)),
+    *(Case("grpo.num_generations_eval=2", idle, (*_GRPO, *_VALIDATED)) for idle in (_VALIDATED, _GRPO)),
     *(Case(f"grpo.{setting}", _RLOO, _GRPO) for setting in _OF_REWARDS[-4:-1]),
     Case("train.validate_every=4", (), ("data.validation_documents=4",)),
     Case("train.validate_first=true", (), _VALIDATED),

@@ -241,6 +241,9 @@ def test_what_is_measured_beside_the_loss_has_columns_too_and_names_are_bounded(
     log.add_validation([{"step": 8, "loss": 1.0, "measured": {"reward": 0.5}}])  # done again
     found = {name: [column.tolist() for column in columns] for name, columns in log.validated.items()}
     assert found == {"kl": [[4], [1.0]], "reward": [[8], [0.5]]}
+    assert log.add_validation([{"step": 9, "loss": None, "measured": {"reward": 0.75}}, {"step": 9, "loss": None}]) == 1
+    assert log.validated["reward"][1].tolist() == [0.5, 0.75]
+    assert log.validation[0].tolist() == [4, 8], "rewards alone have no loss"
     log.add_validation([{"step": 4, "loss": 1.0}], anew=True)
     assert (log.measured_names, log.validated) == ([], {})
 

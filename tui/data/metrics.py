@@ -184,16 +184,18 @@ class MetricsLog:
         added = 0
         for line in lines:
             step, loss = number(line, "step"), number(line, "loss")
-            if step is None or loss is None:
+            measured = measured_of(line)
+            if step is None or (loss is None and not measured):
                 self.skipped += 1
                 continue
             while steps and step <= steps[-1]:
                 steps.pop()
                 losses.pop()
-            steps.append(step)
-            losses.append(loss)
+            if loss is not None:
+                steps.append(step)
+                losses.append(loss)
             added += 1
-            self._add_validated(step, measured_of(line))
+            self._add_validated(step, measured)
             if (recall := recall_of(line)) is not None:
                 self.recall = [*(one for one in self.recall[:1] if one.step < recall.step), recall]
         if added:

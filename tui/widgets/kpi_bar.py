@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.app.console.rows import Row, exactly
+from penstock.app.runs.measured import REWARD
 from penstock.app.runs.speed import speed_text
 from penstock.storage.files.units import count_text, duration_text
 from penstock.tui.data.alerts import Alert, alerts
@@ -39,10 +40,10 @@ def figures(data: RunData, *, frozen: bool = False) -> list[Figure]:
         result.append(Figure(duration_text(data.eta_s()), label="ETA"))
     mfu = data.mfu
     result.append(Figure("n/a" if mfu is None else f"{mfu:.1%}", label="MFU", token="text" if mfu else "dim"))
-    steps, losses = metrics.validation
+    steps, values = metrics.validated.get(REWARD, metrics.validation)
     if len(steps):
         result.append(
-            Figure(f"{losses[-1]:.4f} @{int(steps[-1]):,}", f"{losses[-1]:.4f}", token="validation", label="val")
+            Figure(f"{values[-1]:.4f} @{int(steps[-1]):,}", f"{values[-1]:.4f}", token="validation", label="val")
         )
     if metrics.rows:
         result.append(Figure(count_text(float(metrics.column("total_tokens")[-1])), label="tokens"))

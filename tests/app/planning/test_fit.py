@@ -105,6 +105,13 @@ def test_the_first_context_that_does_not_fit_says_what_would() -> None:
     assert machine_change["text"].endswith(" of GPU memory")
 
 
+def test_what_completions_would_fit_is_tried_in_whole_groups() -> None:
+    asked = question(contexts="8k,64k", objective="grpo", models="Llama-3.3-70B")
+    cell = fit.plan_cell(asked, "Llama-3.3-70B", 65_536)
+    assert (cell["fits"], cell["tier"]) == (False, "gpu")
+    assert [change["text"].endswith(" of GPU memory") for change in cell["changes"]] == [True]
+
+
 def test_this_machine_is_planned_by_its_real_sizes_until_it_is_probed(tmp_path: Path) -> None:
     machine = machine_here(tmp_path)
     assert machine.is_assumed

@@ -154,6 +154,27 @@ def test_validations_and_samples_count(small: Path, capsys: pytest.CaptureFixtur
     assert re.search(r"samples: 2 x 8 tokens every 30 steps, about [\d.]+ m?s each", screen)
 
 
+def test_rewards_are_planned_in_whole_groups(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What else is tried, to say where computing takes longest or what would fit, has all completions of a prompt."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n' * 9)
+    asked = (
+        *("data.source=prompts", f"data.path={tmp_path / 'prompts.jsonl'}", "train.objective=grpo"),
+        *('grpo.reward=["rewards.py:right"]', "grpo.num_generations=4", "grpo.max_completion_length=64"),
+        *("train.global_batch_size=32", "data.validation_documents=4", "train.validate_every=30"),
+    )
+    code, found = planned(capsys, str(small), *words(*GIVEN, *asked))
+    assert (code, found["bound_by"], found["compute_bound_tokens"]) == (0, "compute", 4 * 256)
+    run = found["run"]
+    assert (run["validations"], run["generations"]["prompts"]) == (4, 8)
+    _, other = planned(capsys, str(small), *words(*GIVEN, *asked, "grpo.num_generations_eval=1"))
+    assert 0 < other["run"]["validation_s"] < run["validation_s"] < run["generations"]["sampling_s"]
+    code, found = planned(capsys, str(small), *words(*GIVEN, *asked, "budgets.ram=3MiB"))
+    assert (code, found["fits"]) == (1, False)
+    assert refusal(capsys, "plan", str(small), *words(*asked, "grpo.max_completion_length=255")).startswith(
+        "error: data.sequence_length: 256 leaves no room for a prompt before grpo.max_completion_length=255"
+    )
+
+
 def test_what_does_not_fit_is_told_what_would(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tight = ("budgets.ram=3MiB", "train.chunk_tokens=256")
     code, found = planned(capsys, str(small), *words(*tight))
