@@ -29,7 +29,7 @@ from penstock.engine.model.anatomy import refuse_unsupported, take_apart
 from penstock.engine.model.groups import cut, joined, num_experts, own_values
 from penstock.engine.model.quantise import as_held, quantised
 from penstock.engine.model.reference import forward_backward, in_buffers
-from penstock.engine.model.reward import is_reward, last_token, padding_of
+from penstock.engine.model.reward import is_reward, last_token, padding_of, trained_whole
 from penstock.engine.model.router import balancing_loss, router_coefficient
 from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
@@ -369,7 +369,7 @@ def reference_gradients(
     """Mean loss per target and all gradients by transformers alone, one document at a time; of a reward model the loss
     of a document is minus its reward.
 
-    With an `adapter`, which `source` has as well, by transformers and peft, and the adapter's gradients only.
+    With an `adapter`, which `source` has as well, by transformers and peft, and the gradients of what is trained only.
 
     With `router_aux_loss` the gradients, not the loss, are those of transformers' load-balancing loss as well, over the
     routers' logits of all documents together.
@@ -381,7 +381,7 @@ def reference_gradients(
     if adapter is not None:
         inject(model, find_layers(model)[0], adapter)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(is_adapter(name))
+            parameter.requires_grad_(is_adapter(name) or name in trained_whole(config))
     model.load_state_dict(source.state_dict())
     model = model.to(device, dtype)
     num_targets = sum(len(document) - 1 for document in documents)

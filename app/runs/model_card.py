@@ -116,10 +116,15 @@ def _loading(folder: Path, recipe: Recipe, exported: Exported) -> list[str]:
     hub = _hub_name(recipe.model.path)
     base = recipe.model.path if hub is None else hub.name
     return [
-        f"base = {exported.auto_class}.from_pretrained({json.dumps(str(base))})",
+        f"base = {exported.auto_class}.from_pretrained({json.dumps(str(base))}{_labels(exported)})",
         f'model = PeftModel.from_pretrained(base, "{folder.name}")',
         *[f'model.generation_config = GenerationConfig.from_pretrained("{folder.name}")'] * _has_ends(folder),
     ]
+
+
+def _labels(exported: Exported) -> str:
+    """What a language model's folder does not say of the reward model that it is the base of."""
+    return ", num_labels=1" if exported.auto_class == "AutoModelForSequenceClassification" else ""
 
 
 def adapter_config(folder: Path) -> dict[str, Any] | None:

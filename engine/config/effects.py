@@ -313,7 +313,7 @@ _REPORTED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
     ),
     (
         "train.seed",
-        lambda r: r.model.path is None or (r.adapter.is_used and r.adapter.start is None),
+        lambda r: r.model.path is None or (r.adapter.start is None and (r.adapter.is_used or _rewards(r))),
         "nothing begins with random weights: they are those of model.path; begin with random weights "
         "(--from-scratch), or with a new adapter",
     ),

@@ -141,11 +141,6 @@ class Recipe:
             f"{self.train.objective}; choose "
             f"from {', '.join(kinds)}",
         )
-        require(
-            self.train.objective != "reward" or not self.adapter.is_used,
-            f"adapter.method: {self.adapter.method}, but train.objective=reward trains a new layer, which an adapter "
-            "leaves out; set adapter.method=none, and train.freeze for layers that are not to be trained",
-        )
         if self.train.objective in SAMPLED:
             self._check_rollouts()
         require(len({*self.trackers}) == len(self.trackers), "trackers: one is listed twice; list each once")

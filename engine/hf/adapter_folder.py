@@ -16,6 +16,7 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.data.text.tokenizer import write_tokenizer_files
 from penstock.engine.hf import generation
 from penstock.engine.model import adapters, skeleton
+from penstock.engine.model.reward import SCORE, SCORE_MODULE, is_reward, trained_whole
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.disk import atomic_write, require_writable
 from penstock.storage.files.errors import UserError
@@ -33,7 +34,9 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 def peft_key(name: str) -> str:
-    """What peft calls the adapter's parameter `name` in a file."""
+    """What peft calls a parameter of the adapter, or one that is trained whole beside it, in a file."""
+    if not adapters.is_adapter(name):
+        return _PREFIX + name
     module = adapters.adapted_module(name)
     kind, *rest = name[len(module) + 1 :].split(".")
     assert rest[0] == adapters.NAME, name
@@ -63,13 +66,14 @@ def write_adapter(
     require_writable(out_dir)
     if any(out_dir.iterdir()):
         raise UserError(f"{out_dir}: the folder is not empty; name another, so that no file is replaced by mistake")
-    own = {n: b.params for n, b in spec.buffers.items() if all(adapters.is_adapter(p.name) for p in b.params)}
+    own = {n: b.params for n, b in spec.buffers.items() if not b.frozen}
     tensors = [(peft_key(p.name), dtype, p.shape) for params in own.values() for p in params]
     with CheckpointWriter(out_dir, tensors, single=WEIGHTS_NAME) as writer:
         for buffer in own:
             for name, values in read_buffer(buffer).items():
                 writer.write(peft_key(name), values.to(getattr(torch, dtype)))
     write_tokenizer_files(out_dir, tokenizer)
+    stops = () if is_reward(spec.config) else stops
     ends = generation.with_stops(origin, spec.config, stops)
     if ends is not None and ends != generation.with_stops(origin, spec.config, ()):
         atomic_write(out_dir / generation.NAME, ends)
@@ -112,12 +116,18 @@ class StoredAdapter:
         return result if isinstance(result, str) and result else None
 
     @property
+    def is_reward(self) -> bool:
+        """Whether it is of a reward model, whose `score` is beside it. peft also names what other models may have."""
+        saved = self.config.get("modules_to_save")
+        return saved in ([SCORE_MODULE], ["classifier", SCORE_MODULE], [SCORE_MODULE, "classifier"])
+
+    @property
     def section(self) -> AdapterConfig:
         """As a recipe says it, without its targets' short forms. UserError where Penstock knows no such LoRA."""
         config = self.config
         where = self.folder / CONFIG_NAME
         for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "lora_bias"):
-            if config.get(name):
+            if config.get(name) and not (name == "modules_to_save" and self.is_reward):
                 raise UserError(f"{where}: {name} is set, which is not supported; merge the adapter with peft first")
         if config.get("bias", "none") != "none":
             raise UserError(
@@ -182,8 +192,11 @@ def open_start(folder: Path, spec: ModelSpec, model_path: str | None) -> Start:
             )
     said = _require_same_base(stored, model_path)
     reader = CheckpointReader(folder, single=WEIGHTS_NAME)
-    wanted = {peft_key(p.name): p for p in spec.params if adapters.is_adapter(p.name)}
+    whole = trained_whole(spec.config)
+    wanted = {peft_key(p.name): p for p in spec.params if adapters.is_adapter(p.name) or p.name in whole}
     for key, (dtype, shape) in reader.tensors.items():
+        if key == peft_key(SCORE) and key not in wanted:
+            raise UserError(f"{folder}: the adapter of a reward model; it goes on with train.objective=reward alone")
         if key not in wanted:
             raise UserError(
                 f"adapter.targets: {folder} also adapts '{_module(key)}', which the recipe does not; use the targets "
@@ -198,6 +211,8 @@ def open_start(folder: Path, spec: ModelSpec, model_path: str | None) -> Start:
         if dtype not in _FLOATS:
             raise UserError(f"{folder}: tensor '{key}' is {dtype}; convert it to one of {', '.join(_FLOATS)}")
     missing = next((key for key in wanted if key not in reader.tensors), None)
+    if missing == peft_key(SCORE):
+        raise UserError(f"{folder}: the adapter of a language model, without '{SCORE}'; start a new one")
     if missing is not None:
         raise UserError(
             f"adapter.targets: {folder} has no adapter for '{_module(missing)}', which the recipe adapts; use the "

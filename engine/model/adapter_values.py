@@ -116,8 +116,8 @@ def with_adapter(
     start: Tensors | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The buffers of `base`, each followed by those of the adapter that are known by then; all float32. Values are of
-    `start`, or drawn by `seed`, dora's magnitudes as lengths of the rows of the base as it is stored and as `dtype`
-    holds it."""
+    `start`, which may have some in place of the base's, or drawn by `seed`, dora's magnitudes as lengths of the rows of
+    the base as it is stored and as `dtype` holds it."""
     adapter = spec.adapter
     assert adapter is not None
     waiting = {n: b.params for n, b in spec.buffers.items() if all(is_adapter(p.name) for p in b.params)}
@@ -128,7 +128,7 @@ def with_adapter(
     for buffer, values in base:
         if measured is not None:
             known |= measured.row_norms(spec.buffers[buffer], values, dtype)
-        yield buffer, values
+        yield buffer, values | {name: known.pop(name) for name in values.keys() & known.keys()}
         del values
         for name in [name for name, params in waiting.items() if all(p.name in known for p in params)]:
             yield name, {param.name: known.pop(param.name) for param in waiting.pop(name)}

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from penstock.engine.config import AdapterConfig
+from penstock.engine.model.reward import SCORE, SCORE_MODULE, is_reward
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
 
@@ -128,6 +129,8 @@ def _by_parameter(model: PreTrainedModel, names: Iterable[str], adapter: Adapter
 def require_targets(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> Targets:
     """As `find_targets`; raises UserError naming what of the section does not fit the model."""
     targets = find_targets(model, layers, adapter)
+    if SCORE_MODULE in targets.modules and is_reward(model.config):
+        raise UserError(f"adapter.targets: '{SCORE}' is trained whole beside an adapter; leave it out")
     for target in targets.unmatched:
         raise UserError(f"adapter.targets: {_no_match(model, layers, target)}")
     embeddings = [name for name in targets.modules if isinstance(model.get_submodule(name), nn.Embedding)]
@@ -197,7 +200,8 @@ def _peft_config(adapter: AdapterConfig, modules: Iterable[str], parameters: Ite
         "use_rslora": adapter.method == "rslora",
         "task_type": "CAUSAL_LM",
     }
-    return LoraConfig(**values, **more)
+    values |= more
+    return LoraConfig(**values)
 
 
 def inject(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> None:
@@ -221,13 +225,16 @@ def inject(model: PreTrainedModel, layers: str, adapter: AdapterConfig) -> None:
 
 def exported_config(model: PreTrainedModel, layers: str, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
     """What adapter_config.json says of an adapter of `model`, which has none; `base`: what the model is called."""
-    targets = find_targets(model, layers, adapter)
+    targets, more = find_targets(model, layers, adapter), dict[str, Any]()
+    if is_reward(model.config):
+        more = {"task_type": "SEQ_CLS", "modules_to_save": [SCORE_MODULE]}
     config = _peft_config(
         adapter,
         _shortest(targets.modules, [name for name, _ in model.named_modules()]),
         _shortest(targets.parameters, [name for name, _ in model.named_parameters()], parts=2),
         base_model_name_or_path=base,
         inference_mode=True,
+        **more,
     )
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
 

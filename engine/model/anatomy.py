@@ -22,6 +22,7 @@ from penstock.engine.model.buffers import branches_apart, make_buffers, own_buff
 from penstock.engine.model.checkpoint_format import CheckpointFormat, frozen_format
 from penstock.engine.model.float32 import float32_names
 from penstock.engine.model.graph_size import find_graph_bytes
+from penstock.engine.model.reward import trained_whole
 from penstock.engine.model.router import own_coefficient
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.spec import (
@@ -57,10 +58,11 @@ def take_apart(
     """Take the model of `config` apart, without its weights; with an `adapter` its layers are part of it.
 
     `freeze`: patterns of the names of parameters that are never trained (TrainConfig.freeze); beside an adapter that is
-    all of the base. `split_layers`: that part of each layer is a block of its own (engine/branches). `frozen_format`:
-    of the layers' matrices that are never trained (ModelConfig.frozen_format), or of those that a checkpoint holds so.
-    `train_vision`: what of the vision tower is trained (ModelConfig.train_vision); the tower is a block then. Raises
-    UserError for what cannot be trained, and for patterns that fit nothing or leave nothing to be trained.
+    all of the base, but for a reward model's `score`. `split_layers`: that part of each layer is a block of its own
+    (engine/branches). `frozen_format`: of the layers' matrices that are never trained (ModelConfig.frozen_format), or
+    of those that a checkpoint holds so. `train_vision`: what of the vision tower is trained (ModelConfig.train_vision);
+    the tower is a block then. Raises UserError for what cannot be trained, and for patterns that fit nothing or leave
+    nothing to be trained.
     """
     refuse_unsupported(config)
     if adapter is not None:
@@ -94,7 +96,7 @@ def take_apart(
             )
         whole = branches_apart(whole, prefix, branches, split_layers)
     names = [param.name for params in whole.values() for param in params]
-    stays = frozenset(n for n in names if not is_adapter(n))
+    stays = frozenset(n for n in names if not is_adapter(n)) - trained_whole(config)
     if adapter is None:
         of_tower = frozenset[str]()
         if train_vision != "none":
@@ -300,8 +302,8 @@ class Initializer:
 
     def buffers(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """All flat buffers in order, of a model with an adapter only the base's; one is in memory at a time."""
-        adapted = self._spec.adapter is not None
-        own = ((b, self.values(b)) for b in self._spec.buffers if not adapted or self._spec.buffers[b].frozen)
+        buffers = self._spec.buffers.items()
+        own = ((name, self.values(name)) for name, b in buffers if not all(is_adapter(p.name) for p in b.params))
         return groups.cut_values(self._cut, own)
 
     def values(self, buffer: str) -> dict[str, Tensor]:

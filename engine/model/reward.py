@@ -14,7 +14,8 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedCo
 
 from penstock.storage.files.errors import UserError
 
-SCORE = "score.weight"
+SCORE_MODULE = "score"
+SCORE = f"{SCORE_MODULE}.weight"
 """The parameter [1, hidden] that a reward model has in the place of a language model's head."""
 _CLASS = "ForSequenceClassification"
 
@@ -22,6 +23,11 @@ _CLASS = "ForSequenceClassification"
 def is_reward(config: PretrainedConfig) -> bool:
     """Whether `config` is that of a reward model."""
     return _is_classifier(config) and config.num_labels == 1
+
+
+def trained_whole(config: PretrainedConfig) -> frozenset[str]:
+    """Parameters that are trained as they are beside an adapter, whose base is frozen: a base has no `score` yet."""
+    return frozenset({SCORE} if is_reward(config) else ())
 
 
 def _is_classifier(config: PretrainedConfig) -> bool:
@@ -57,7 +63,7 @@ def as_language_model(config: PretrainedConfig) -> PretrainedConfig:
 
 def score_layer(model: PreTrainedModel) -> nn.Linear:
     """The layer that gives a reward model's value. Raises UserError where a model has another in its place."""
-    layer = getattr(model, "score", None)
+    layer = getattr(model, SCORE_MODULE, None)
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.out_features != 1:
         raise UserError(
             f"model type '{model.config.model_type}': {type(model).__name__} has no linear layer 'score' without bias; "

@@ -133,13 +133,14 @@ def base(folder: Path) -> Path:
     return folder
 
 
-def adapter(model: Path, folder: Path) -> Path:
+def adapter(model: Path, folder: Path, auto_class: Any = AutoModelForCausalLM, **more: Any) -> Path:
     """A LoRA adapter by plain peft, none of its values zero."""
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found = get_peft_model(plain, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    plain = auto_class.from_pretrained(model, dtype=torch.float32)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    found = get_peft_model(plain, LoraConfig(r=4, lora_alpha=8, target_modules=targets, **more))
     torch.manual_seed(6)
-    for name, parameter in found.named_parameters():
-        if "lora_" in name:
+    for parameter in found.parameters():
+        if parameter.requires_grad:
             parameter.data.add_(torch.randn_like(parameter) * 0.05)
     found.save_pretrained(folder)
     return folder
@@ -347,10 +348,11 @@ def test_completions_train_as_in_trl(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len({round(m.measured["reward"], 6) for m in observer.metrics}) > 3
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
     ("packing", "centre"), [("none", None), ("best_fit", 0.1)], ids=["rows of a pair", "packed and centred"]
 )
-def test_reward_models_train_as_in_trl(tmp_path: Path, packing: str, centre: float | None) -> None:
+def test_reward_models_train_as_in_trl(tmp_path: Path, packing: str, centre: float | None, lora: bool) -> None:
     model = base(tmp_path / "model")
     made: Any = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     torch.manual_seed(7)
@@ -358,7 +360,8 @@ def test_reward_models_train_as_in_trl(tmp_path: Path, packing: str, centre: flo
     made.save_pretrained(model)
     rows = comparisons.pairs(ROWS if packing == "best_fit" else 3 * ROWS)
     options = {"center_rewards_coefficient": centre}
-    found = by_penstock(tmp_path / "run", model, rows, "reward", None, packing, **options)
     classifier = AutoModelForSequenceClassification
-    expected = by_trl(tmp_path / "trl", model, rows, RewardTrainer, RewardConfig, None, classifier, **options)
+    start = adapter(model, tmp_path / "adapter", classifier, task_type="SEQ_CLS") if lora else None
+    found = by_penstock(tmp_path / "run", model, rows, "reward", start, packing, **options)
+    expected = by_trl(tmp_path / "trl", model, rows, RewardTrainer, RewardConfig, start, classifier, **options)
     require_alike(found, expected)

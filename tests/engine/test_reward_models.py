@@ -11,11 +11,12 @@ import pytest
 import tiny
 import torch
 from chat_model import make_chat_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from penstock.engine.config import AdapterConfig, ModelConfig, PreferenceConfig
+from penstock.engine.config import AdapterConfig, BudgetConfig, ModelConfig, PreferenceConfig
 from penstock.engine.export import export
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.reference import forward_backward, in_buffers
@@ -74,10 +75,12 @@ def test_loss_and_gradients_are_those_of_plain_transformers(kind: str) -> None:
     assert max(relative_errors(gradients, reference).values()) < 1e-5
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole window", "in pieces"])
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
-def test_the_self_check_compares_rewards(kind: str, pieces: bool) -> None:
-    result = check_model(as_reward(default_config(kind)), pieces=pieces)
+def test_the_self_check_compares_rewards(kind: str, pieces: bool, lora: bool) -> None:
+    adapter = AdapterConfig(method="lora", rank=4) if lora else None
+    result = check_model(as_reward(default_config(kind)), pieces=pieces, adapter=adapter)
     assert result.ok, result.reason
     assert result.max_rel_error is not None
     assert 0 < result.max_rel_error < 1e-5
@@ -113,19 +116,30 @@ def run(folder: Path, observer: tiny.Silent, model: ModelConfig, *, resume: bool
     tiny.train_run(folder, observer, resume=resume, **given | sections)
 
 
-def recipe_of(model: ModelConfig, folder: Path) -> Any:
+def recipe_of(model: ModelConfig, folder: Path, **sections: Any) -> Any:
     data = comparisons.data(folder.with_suffix(".jsonl"), sequence_length=192, validation_documents=4)
-    return tiny.recipe(model=model, data=data, train=tiny.training(objective="reward", steps=3))
+    return tiny.recipe(model=model, data=data, train=tiny.training(objective="reward", steps=3), **sections)
 
 
-def rewards_of(folder: Path, texts: list[str]) -> list[float]:
-    """By plain transformers, all texts at once."""
+TEXTS = [row["prompt"] + row[side] + "<|im_end|>" for row in comparisons.pairs(14) for side in ("chosen", "rejected")]
+"""Among them the held-out pairs of `run`."""
+
+
+def rewards_of(folder: Path, texts: list[str], adapter: Path | None = None) -> list[float]:
+    """By plain transformers and peft, all texts at once."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    assert model.config.num_labels == 1
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
         found: list[float] = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, 0].tolist()
     return found
+
+
+def require_rewards(found: list[float], measured: dict[str, float]) -> None:
+    for name in ("min_reward", "max_reward"):
+        assert any(reward == pytest.approx(measured[name], abs=1e-5) for reward in found), name
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
@@ -152,13 +166,50 @@ def test_a_language_model_becomes_a_reward_model_that_transformers_loads(tmp_pat
     assert again.validations[0].loss == pytest.approx(observer.validations[-1].loss, rel=1e-6)
     validation = observer.validations[-1]
     assert validation.accuracy == validation.measured["accuracy"]
-    # The held-out pairs are those of the run with these rewards.
-    rows = comparisons.pairs(14)
-    texts = [row["prompt"] + row[side] + "<|im_end|>" for row in rows for side in ("chosen", "rejected")]
-    found = rewards_of(out, texts)
-    for name in ("min_reward", "max_reward"):
-        assert any(reward == pytest.approx(validation.measured[name], abs=1e-5) for reward in found), name
-    assert rewards_of(out, texts[:1]) == [pytest.approx(found[0], abs=1e-5)], "padding counts nothing"
+    found = rewards_of(out, TEXTS)
+    require_rewards(found, validation.measured)
+    assert rewards_of(out, TEXTS[:1]) == [pytest.approx(found[0], abs=1e-5)], "padding counts nothing"
+
+
+@pytest.mark.parametrize(("method", "tier"), [("lora", ("1GiB", "1GiB")), ("dora", ("least", "least"))])
+def test_an_adapter_has_the_new_layer_beside_it(tmp_path: Path, method: Any, tier: tuple[str, str]) -> None:
+    """peft loads both onto the language model's folder, or merged as one; another run goes on with them."""
+    base, observer, run_dir = make_chat_model(tmp_path / "base"), tiny.Silent(), tmp_path / "run"
+    section, adapter = (
+        ModelConfig(path=str(base)),
+        AdapterConfig(method=method, rank=4, targets=["q_proj", "down_proj"]),
+    )
+    run(run_dir, observer, section, adapter=adapter, budgets=BudgetConfig(gpu=tier[0], ram=tier[1]))
+    recipe = recipe_of(section, run_dir, adapter=adapter)
+    out, merged = tmp_path / "out", tmp_path / "merged"
+    made = export(run_dir, recipe, out_dir=out)
+    export(run_dir, recipe, out_dir=merged, merged=True)
+    assert made.num_trained == sum(tensor.numel() for tensor in load_file(out / "adapter_model.safetensors").values())
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    assert not (out / "generation_config.json").exists()
+    found = rewards_of(base, TEXTS, out)
+    require_rewards(found, observer.validations[-1].measured)
+    assert rewards_of(merged, TEXTS) == pytest.approx(found, abs=1e-5)
+    again, more = tiny.Silent(), replace(adapter, start=str(out))
+    also = {"validate_first": True, "lr": 1e-12}
+    run(tmp_path / "more", again, section, also=also, adapter=more)
+    assert again.validations[0].loss == pytest.approx(observer.validations[-1].loss, rel=1e-6)
+    with pytest.raises(UserError, match=r"out: the adapter of a reward model; it goes on with train.objective=reward"):
+        OpenedModel.open(out)
+    with pytest.raises(UserError, match=r"out: the adapter of a reward model; it goes on with train.objective=reward"):
+        run(tmp_path / "other", tiny.Silent(), section, also={"objective": "dpo"}, adapter=more)
+
+
+def test_an_adapter_that_reward_models_do_not_have_is_refused(tmp_path: Path) -> None:
+    base, start = make_chat_model(tmp_path / "base"), tmp_path / "start"
+    section, adapter = ModelConfig(path=str(base)), AdapterConfig(method="lora", rank=4, targets=["q_proj"])
+    with pytest.raises(UserError, match=r"adapter.targets: 'score.weight' is trained whole beside an adapter"):
+        run(tmp_path / "run", tiny.Silent(), section, adapter=replace(adapter, targets=["q_proj", "score"]))
+    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    get_peft_model(plain, LoraConfig(r=4, lora_alpha=adapter.alpha, target_modules=["q_proj"])).save_pretrained(start)
+    with pytest.raises(UserError, match=r"start: the adapter of a language model, without 'score.weight'"):
+        run(tmp_path / "run", tiny.Silent(), section, adapter=replace(adapter, start=str(start)))
 
 
 def test_the_new_layer_begins_as_transformers_makes_it_by_the_seed(tmp_path: Path) -> None:
@@ -223,7 +274,5 @@ def test_what_is_no_reward_model_or_is_one_is_refused(tmp_path: Path) -> None:
     save_file(torn, tmp_path / "one" / "model.safetensors")
     with pytest.raises(UserError, match=r"no tensor provides the model's parameter 'model.norm.weight'"):
         run(tmp_path / "run", tiny.Silent(), ModelConfig(path=str(tmp_path / "one")))
-    with pytest.raises(UserError, match=r"adapter.method: lora, but train.objective=reward trains a new layer"):
-        run(tmp_path / "run", tiny.Silent(), ModelConfig(path=str(base)), adapter=AdapterConfig(method="lora"))
     with pytest.raises(UserError, match=r"preference.center_rewards_coefficient: -1.0 must be above 0"):
         PreferenceConfig(center_rewards_coefficient=-1.0)
