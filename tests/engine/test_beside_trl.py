@@ -36,9 +36,10 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from penstock.engine.config import AdapterConfig, GrpoConfig, ModelConfig, PreferenceConfig
 from penstock.engine.data.completions import CompletionLoader, Generation
 
-STEPS, ROWS = 20, 4
+STEPS, ROWS, LR = 20, 4, 3e-4
+"""At three times this rate, cpo with loss_type=ipo makes twenty times as much of rounding errors in twenty steps."""
 COMMON: dict[str, Any] = {
-    "learning_rate": 1e-3,
+    "learning_rate": LR,
     "lr_scheduler_type": "constant",
     "max_grad_norm": 1e9,
     "max_steps": STEPS,
@@ -162,7 +163,7 @@ def by_penstock(
     **options: Any,
 ) -> list[Step]:
     observer = tiny.Silent()
-    train = {"steps": STEPS, "global_batch_size": ROWS, "lr": 1e-3, "lr_schedule": "constant", "clip_norm": None}
+    train = {"steps": STEPS, "global_batch_size": ROWS, "lr": LR, "lr_schedule": "constant", "clip_norm": None}
     length = 192 if packing == "none" else 192 * len(rows)
     if packing != "none":
         train["global_batch_size"] = 1
@@ -314,7 +315,7 @@ def test_completions_train_as_in_trl(tmp_path: Path, monkeypatch: pytest.MonkeyP
     generations: list[Generation] = []
     begin = CompletionLoader.begin
     monkeypatch.setattr(CompletionLoader, "begin", lambda self, made: (generations.append(made), begin(self, made))[1])
-    observer, train = tiny.Silent(), {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "lr": 1e-3}
+    observer, train = tiny.Silent(), {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "lr": LR}
     tiny.train_run(
         tmp_path / "run",
         observer,

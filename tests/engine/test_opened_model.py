@@ -106,6 +106,16 @@ def least_gpu(folder: Path, tokens: int) -> int:
         return _asked(refusal.value)
 
 
+def least_for_texts(folder: Path, least: int, pairs: list[tuple[list[int], list[int]]]) -> int:
+    """Budget with which texts may be scored, if not `least`."""
+    with OpenedModel.open(folder, gpu_bytes=least, ram_bytes=150_000, device="cpu", dtype="float32") as small:
+        try:
+            small.loglikelihoods(pairs, batch_tokens=30)
+        except UserError as more:
+            return _asked(more)
+        return least
+
+
 def _asked(refusal: UserError) -> int:
     found = re.search(r"give at least (\w+)", str(refusal))
     assert found
@@ -135,14 +145,14 @@ def test_tiers_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest.
     made, count = save(CONFIGS[family], tmp_path), 3
     expected = by_transformers(made, PROMPTS, count)
     monkeypatch.setattr("penstock.engine.forecast.query.CHUNKS", (3,))
-    least = least_gpu(tmp_path, 64)
-    seen = set()
+    pairs = [(PROMPTS[1], PROMPTS[0]), (PROMPTS[2], PROMPTS[0]), (PROMPTS[0], PROMPTS[2])]
+    least, seen = least_gpu(tmp_path, 64), set()
+    more = max(least + 10_000, least_for_texts(tmp_path, least, pairs))
     # Everything in memory; weights in RAM, all or some of them; some on disk, keys and values in RAM.
-    for gpu, ram in ((1 << 30, 1 << 30), (least, 1 << 30), (least, 1 << 17), (least + 10_000, 150_000)):
+    for gpu, ram in ((1 << 30, 1 << 30), (least, 1 << 30), (least, 1 << 17), (more, 150_000)):
         with OpenedModel.open(tmp_path, gpu_bytes=gpu, ram_bytes=ram, device="cpu", dtype="float32") as ours:
             assert ids_of(ours.generate(PROMPTS, Decoding(new_tokens=count))) == expected
             if gpu > least:  # which does for continuing texts
-                pairs = [(PROMPTS[1], PROMPTS[0]), (PROMPTS[2], PROMPTS[0]), (PROMPTS[0], PROMPTS[2])]
                 for score, pair in zip(ours.loglikelihoods(pairs, batch_tokens=30), pairs, strict=True):
                     assert score == pytest.approx(log_likelihood(made, *pair), abs=1e-3)
             forecast = ours.estimate(max(map(len, PROMPTS)), len(PROMPTS), count)
