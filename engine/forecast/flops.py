@@ -131,11 +131,12 @@ def executed_flops(
     tokens = {chunk.index: chunk.end - chunk.start for chunk in plan.filled_chunks(filled)}
     layer_matmul = forward = backward = 0
     for index, block in enumerate(spec.blocks):
-        if block.layer is None:
+        layer = block.branch_of if block.layer is None else block.layer
+        if layer is None:
             continue
-        shape = spec.attention[block.layer]
+        shape = None if block.layer is None else spec.attention[layer]
         once = block_matmul(spec, block)
-        again = once - unread_matmul(spec, block, spec.unread[block.layer])
+        again = once - unread_matmul(spec, block, spec.unread[layer])
         passes, below = (2 if index in plan.recomputed else 1), index < spec.lowest_trained
         extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed)
         for chunk, count in tokens.items():

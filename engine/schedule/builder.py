@@ -324,7 +324,7 @@ class ScheduleBuilder:
         """Which activations a task makes, and of which block: inputs of the one that the pass visits next, or the
         gradients of an input's output where that has a backward."""
         block = self._plan.blocks[task.layer]
-        if task.mode in ONWARD and task.following is not None and task.following == self._next.get(task.layer):
+        if task.mode in ONWARD and task.following is not None and self._plan.blocks[task.following].inputs:
             following = self._plan.blocks[task.following]
             # What a layer sends is there already for all of its branches but the first.
             kinds = following.input_kinds if following.sent_to is None else (a.X,)

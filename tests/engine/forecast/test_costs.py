@@ -279,6 +279,15 @@ def test_a_qwen3_whole_and_half_frozen_by_hand() -> None:
     assert model_flops(model, [3, 1]) == 4 * (2 * LAYER_FLOPS + 2 * HEAD + backward) + 2 * 4 * 16 * 7 * (2 + 2)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_experts_apart_are_executed_like_experts_in_their_layers(groups: int) -> None:
+    config = model_config(tiny.recipe(model=tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS)), None)
+    whole, apart = tiny.spec_of(config), tiny.spec_of(config, split_layers="experts", expert_groups=groups)
+    found = [executed_flops(model, two_chunks(model), [5, 3]) for model in (whole, apart)]
+    assert found[0] == found[1]
+    assert model_flops(whole, [5, 3]) == model_flops(apart, [5, 3]) < found[0].total
+
+
 def two_chunks(model: ModelSpec, **changes: Any) -> Plan:
     """Two chunks of 4 tokens, and what the test says about what is saved."""
     t = tiny.training(global_batch_size=1, chunk_tokens=4)
