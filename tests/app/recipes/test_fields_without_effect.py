@@ -88,7 +88,7 @@ def test_the_form_shows_it_at_the_field_and_a_run_that_was_so_goes_on() -> None:
     old = made("train.lr_schedule=constant", "train.min_lr_ratio=0.5", "data.source=python_stdlib", "data.path=/mine")
     assert from_run_json(to_run_json(old), "recipe.json") == old
     assert change_run(old, ["train.steps=200"], Path("/")).train.steps == 200
-    with pytest.raises(UserError, match=r"storage\.keep_best: true has no effect, as no validation loss"):
+    with pytest.raises(UserError, match=r"storage\.keep_best: true has no effect, as no validation is made"):
         change_run(old, ["storage.keep_best=true"], Path("/"))
 
 
