@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -167,12 +166,6 @@ class Recipe:
     def prompt_room(self) -> int:
         """Most tokens of a prompt whose completions are sampled."""
         return self.data.sequence_length - self.grpo.max_completion_length
-
-    @property
-    def batch_multiple(self) -> int:
-        """What train.global_batch_size has to be a multiple of."""
-        micro = self.train.micro_batch_size
-        return math.lcm(micro, self.grpo.num_generations) if self.train.objective in SAMPLED else micro
 
     @property
     def keeps_reference(self) -> bool:

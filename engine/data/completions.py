@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.engine.config import Recipe
 from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.loader import DataLoader
-from penstock.engine.data.packing import split_documents
 from penstock.engine.data.stream import Stream
 from penstock.engine.model.tokens import IGNORE_LABEL, MicroBatch
 from penstock.engine.objectives.base import Objective
@@ -97,8 +97,11 @@ class CompletionLoader(DataLoader):
         objective: Objective,
         whole_documents: bool,
         share_prompts: bool,
+        documents: NDArray[np.int64] | None = None,
+        held_out: NDArray[np.int64] | None = None,
     ) -> None:
-        """`share_prompts`: completions of a prompt in one micro-batch go on from one copy of it. Raises UserError where
+        """`share_prompts`: completions of a prompt in one micro-batch go on from one copy of it. `documents`: those to
+        train on, None: all; `held_out`: for validations. Raises UserError where
         no prompt, or too long a one, leaves a row the tokens of a completion."""
         data, train, grpo = recipe.data, recipe.train, recipe.grpo
         room = recipe.prompt_room
@@ -107,10 +110,6 @@ class CompletionLoader(DataLoader):
                 "train.objective: this model computes one document per row, and completions are sampled side by side; "
                 "use another model"
             )
-        documents, held_out = None, np.zeros(0, dtype=np.int64)
-        if data.validation_documents is not None:
-            split = corpus.info.num_documents, data.validation_documents, data.seed, data.order
-            documents, held_out = split_documents(*split)
         prompts = recipe.prompts_per_generation
         longest = int(np.diff(corpus.starts).max())
         if longest > room and data.long_documents != "drop":
@@ -128,13 +127,13 @@ class CompletionLoader(DataLoader):
             documents=documents,
             objective=objective,
         )
-        fitting = held_out[np.diff(corpus.starts)[held_out] <= room]
-        self.held_out: list[int] = fitting[: recipe.prompts_per_validation].tolist()
+        fitting = [] if held_out is None else held_out[np.diff(corpus.starts)[held_out] <= room].tolist()
+        self.held_out: list[int] = fitting[: recipe.prompts_per_validation]
         """Documents whose completions a validation rewards: the same ones every time, which no step trains on."""
         if recipe.prompts_per_validation and not self.held_out:
             raise UserError(
-                f"data.validation_documents: each of the {len(held_out):,} held-out prompts has more tokens than the "
-                f"{room:,} that data.sequence_length leaves; raise it, or hold out more"
+                f"data.validation_documents: each of the {data.validation_documents:,} held-out prompts has more "
+                f"tokens than the {room:,} that data.sequence_length leaves; raise it, or hold out more"
             )
         self.folder = corpus.folder.with_name(FOLDER)
         self.shares_prompts = share_prompts

@@ -17,9 +17,12 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
 
     Raises UserError when the corpus holds an id beyond the vocabulary, or fewer documents than are held out.
     """
-    data, train, documents, objective = recipe.data, recipe.train, None, find_objective(recipe)
-    whole = spec.whole_documents
+    data, train, objective = recipe.data, recipe.train, find_objective(recipe)
+    whole, documents, held_out = spec.whole_documents, None, None
     require_kind(corpus, train, objective)
+    if data.validation_documents is not None:
+        split = corpus.info.num_documents, data.validation_documents, data.seed, data.order
+        documents, held_out = split_documents(*split)
     if objective.compares == "prompts":
         return CompletionLoader(
             corpus,
@@ -28,17 +31,16 @@ def make_loader(corpus: TokenCorpus, spec: ModelSpec, recipe: Recipe, *, validat
             objective=objective,
             whole_documents=whole,
             share_prompts=shares_prompts(spec, recipe),
+            documents=documents,
+            held_out=held_out,
         )
-    if data.validation_documents is not None:
-        split = split_documents(corpus.info.num_documents, data.validation_documents, data.seed, data.order)
-        documents = split[int(validation)]
     return DataLoader(
         corpus,
         data,
         train,
         vocab_size=spec.vocab_size,
         one_document_per_row=whole,
-        documents=documents,
+        documents=held_out if validation else documents,
         endless=not validation,
         objective=objective,
         padding=padding_of(spec.config),

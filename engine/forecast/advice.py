@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from penstock.engine.config import SAMPLED, parse_bytes
+from penstock.engine.config import parse_bytes
 from penstock.engine.forecast.request import PlanRequest
 from penstock.engine.forecast.search import SearchResult
 from penstock.engine.machine.profile import Machine
@@ -61,17 +61,16 @@ def nearest(task: PlanRequest, refusal: BudgetError, sizes: Mapping[str, int], l
 
 def _nearest_in_recipe(task: PlanRequest, least_context: int) -> list[Change]:
     """At most one."""
-    recipe, train, each = task.recipe, task.recipe.train, task.recipe.batch_multiple
+    recipe, train = task.recipe, task.recipe.train
     if train.gradient_dtype == "float32" and fits(task.changed(_BFLOAT16)):
         return [Change(_BFLOAT16, _ROUNDED)]
-    fewer = [n for n in _halves(train.global_batch_size, each) if n % each == 0]
-    answered = recipe.grpo.max_completion_length if train.objective in SAMPLED else 0
-    shorter = _halves(recipe.data.sequence_length, max(answered + 2, least_context + 1))
+    shorter = _halves(recipe.data.sequence_length, max(2, least_context + 1))
     for name, values, text in (
-        ("train.global_batch_size", fewer, "fewer sequences in a step"),
+        ("train.global_batch_size", _halves(train.global_batch_size, 1), "fewer sequences in a step"),
         ("data.sequence_length", shorter, "a shorter context"),
     ):
-        if values and fits(task.changed({name: values[-1]})):
+        least = next((changed for value in values[::-1] if (changed := _changed(task, name, value))), None)
+        if least is not None and fits(least):
             return list(_least(task, name, values, text))
     return []
 
@@ -89,11 +88,10 @@ def _single(task: PlanRequest) -> Iterator[Change]:
         yield Change({"storage.keep_last": 1}, "keep the newest generation only")
     if train.chunk_tokens is not None:
         yield from _least(task, "train.chunk_tokens", _halves(train.chunk_tokens, 16), "shorter chunks")
-    micro = train.micro_batch_size
-    smaller = [n for n in _halves(micro, 1) if train.global_batch_size % n == 0]
-    yield from _least(task, "train.micro_batch_size", smaller, "fewer sequences in one stream")
-    fewer = [n for n in _halves(train.global_batch_size, 1) if n % recipe.batch_multiple == 0]
-    yield from _least(task, "train.global_batch_size", fewer, "fewer sequences in a step")
+    yield from _least(
+        task, "train.micro_batch_size", _halves(train.micro_batch_size, 1), "fewer sequences in one stream"
+    )
+    yield from _least(task, "train.global_batch_size", _halves(train.global_batch_size, 1), "fewer sequences in a step")
     yield from _least(task, "data.sequence_length", _halves(recipe.data.sequence_length, 2), "a shorter context")
     size = parse_bytes(storage.part_bytes, "storage.part_bytes")
     sizes = [size_text(n) for n in _halves(size, 8192) if n % 8192 == 0]
@@ -109,14 +107,19 @@ def _halves(value: int, least: int) -> list[int]:
     return result
 
 
+def _changed(task: PlanRequest, name: str, value: int | str) -> PlanRequest | None:
+    """The task with that value; None where the recipe does not allow it."""
+    try:
+        return task.changed({name: value})
+    except UserError:
+        return None
+
+
 def _least(task: PlanRequest, name: str, values: Iterable[int | str], text: str) -> Iterator[Change]:
     """The first of the values that fits."""
     for value in values:
-        try:
-            changed = task.changed({name: value})
-        except UserError:
-            continue
-        if fits(changed):
+        changed = _changed(task, name, value)
+        if changed is not None and fits(changed):
             yield Change({name: value}, text)
             return
 

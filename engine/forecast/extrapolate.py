@@ -88,15 +88,12 @@ def estimate_samples(plan: Plan, on: Conditions, *, new_tokens: int, full: bool 
     return first.seconds + (new_tokens - 1) * later.seconds
 
 
-def estimate_completions(
-    plan: Plan, on: Conditions, *, prompts: int, copies: int | None = None, full: bool = False
-) -> float:
-    """Seconds in which all completions of so many of the longest prompts are sampled, as many of them side by side as
-    the plan has room for, if each has all its tokens. `copies` of each prompt, by default the plan's."""
+def estimate_completions(plan: Plan, on: Conditions, *, prompts: int, copies: int, full: bool = False) -> float:
+    """Seconds in which `copies` completions of each of so many of the longest prompts are sampled, as many of them side
+    by side as the plan has room for, if each has all its tokens."""
     space = plan.problem.samples
     assert space is not None
-    at_once = space.at_once(copies or space.copies)
-    space = replace(space, copies=copies or space.copies)
+    at_once, space = space.at_once(copies), replace(space, copies=copies)
     half, total = space.new_tokens // 2, 0.0
     for count, times in Counter(min(at_once, prompts - at) for at in range(0, prompts, at_once)).items():
         read_first = count if space.shared else count * space.copies

@@ -26,7 +26,7 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import frozen_bytes, generation_bytes
 from penstock.engine.plan.problem import FP32, PlanOptions
 from penstock.engine.schedule.action import LANES
-from penstock.storage.files.errors import BudgetError
+from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.tier.chunk import ChunkFormat
 
 if TYPE_CHECKING:
@@ -319,16 +319,16 @@ def compute_bound_tokens(task: PlanRequest, machine: Machine, result: SearchResu
     per_row = task.recipe.data.sequence_length
 
     def bound(sequences: int) -> bool | None:
-        changed = replace(train, global_batch_size=sequences, chunk_tokens=result.best.chunk_tokens)
         try:
+            changed = replace(train, global_batch_size=sequences, chunk_tokens=result.best.chunk_tokens)
             plan = replace(task, recipe=replace(task.recipe, train=changed)).plan(choice)
-        except BudgetError:
+        except UserError:  # it does not fit, or the recipe does not allow it
             return None
         return estimate(plan, Conditions(machine)).bound_by == "compute"
 
-    sequences, least = train.global_batch_size, task.recipe.batch_multiple
+    sequences = train.global_batch_size
     if bound(sequences):
-        while sequences % (2 * least) == 0 and bound(sequences // 2):
+        while sequences % 2 == 0 and bound(sequences // 2):
             sequences //= 2
         return sequences * per_row
     for _ in range(_DOUBLINGS):

@@ -238,7 +238,7 @@ class PlanRequest:
     def generation_s(self, plan: Plan, on: Conditions, *, full: bool = False) -> dict[str, float]:
         """Seconds in which the completions of a generation, if each has all tokens that it may have, are sampled, and
         find their log-probabilities where several steps are trained on them, and those of the reference model."""
-        recipe, steps = self.recipe, self.recipe.grpo.steps_per_generation
+        recipe, steps, copies = self.recipe, self.recipe.grpo.steps_per_generation, self.recipe.grpo.num_generations
         if recipe.train.objective not in SAMPLED:
             return {}
 
@@ -246,7 +246,9 @@ class PlanRequest:
             return steps * estimate_evaluation(plan, on, of_reference=of_reference, full=full)
 
         return {
-            "sampling_s": estimate_completions(plan, on, prompts=recipe.prompts_per_generation, full=full),
+            "sampling_s": estimate_completions(
+                plan, on, prompts=recipe.prompts_per_generation, copies=copies, full=full
+            ),
             "logps_s": logps_s(of_reference=False) if recipe.wants_old_logps else 0.0,
             "reference_s": logps_s(of_reference=True) if recipe.keeps_reference else 0.0,
         }

@@ -16,7 +16,7 @@ from penstock.engine.config import AdapterConfig
 from penstock.engine.data.text.tokenizer import write_tokenizer_files
 from penstock.engine.hf import generation
 from penstock.engine.model import adapters, skeleton
-from penstock.engine.model.reward import SCORE, SCORE_MODULE, is_reward, trained_whole
+from penstock.engine.model.reward import SCORE, SCORE_MODULE, is_reward
 from penstock.engine.model.spec import ModelSpec
 from penstock.storage.files.disk import atomic_write, require_writable
 from penstock.storage.files.errors import UserError
@@ -66,8 +66,8 @@ def write_adapter(
     require_writable(out_dir)
     if any(out_dir.iterdir()):
         raise UserError(f"{out_dir}: the folder is not empty; name another, so that no file is replaced by mistake")
-    own = {n: b.params for n, b in spec.buffers.items() if not b.frozen}
-    tensors = [(peft_key(p.name), dtype, p.shape) for params in own.values() for p in params]
+    own = [name for name, buffer in spec.buffers.items() if not buffer.frozen]
+    tensors = [(peft_key(p.name), dtype, p.shape) for name in own for p in spec.buffers[name].params]
     with CheckpointWriter(out_dir, tensors, single=WEIGHTS_NAME) as writer:
         for buffer in own:
             for name, values in read_buffer(buffer).items():
@@ -192,8 +192,7 @@ def open_start(folder: Path, spec: ModelSpec, model_path: str | None) -> Start:
             )
     said = _require_same_base(stored, model_path)
     reader = CheckpointReader(folder, single=WEIGHTS_NAME)
-    whole = trained_whole(spec.config)
-    wanted = {peft_key(p.name): p for p in spec.params if adapters.is_adapter(p.name) or p.name in whole}
+    wanted = {peft_key(p.name): p for buffer in spec.buffers.values() if not buffer.frozen for p in buffer.params}
     for key, (dtype, shape) in reader.tensors.items():
         if key == peft_key(SCORE) and key not in wanted:
             raise UserError(f"{folder}: the adapter of a reward model; it goes on with train.objective=reward alone")
