@@ -37,6 +37,7 @@ from penstock.engine.preparing import Checklist
 from penstock.engine.rewards.rewards import Rewards
 from penstock.engine.runtime.batch import BatchCarrier, StepData
 from penstock.engine.runtime.compute import Compute
+from penstock.engine.runtime.exchange import Exchange
 from penstock.engine.runtime.executor import GPU_LANES
 from penstock.engine.runtime.failures import explain
 from penstock.engine.runtime.guard import MemoryGuard
@@ -142,7 +143,11 @@ class Session:
         self.settings, self.executor = lanes.settings, lanes.executor
         self._lanes, self._reservation, self.uploads, self._vision = lanes, reservation, uploads, vision
         self.carrier = BatchCarrier(
-            plan.chunks, device, compiled=compute.runner.compiled, sequences=plan.problem.sequences
+            plan.chunks,
+            device,
+            compiled=compute.runner.compiled,
+            sequences=plan.problem.sequences,
+            apart=plan.problem.apart,
         )
         with checklist.step("allocating memory"):
             give_back_memory()  # what compiling and timing the ops left
@@ -165,7 +170,8 @@ class Session:
             load_memory(store, plan, self.gpu, self.ram)
         work = plan, compute.runner, compute.optimizer, store, self.gpu, self.ram
         self.objective = find_objective(recipe)
-        self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit, self.objective)
+        self.exchange = Exchange(plan, 0, self.ram, None)
+        self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit, self.objective, self.exchange)
         if self.runtime.idle is not None:
             self.runtime.idle.resume(self.step, past)
         self.builder = ScheduleBuilder(plan, behind_at=self.step if past.as_of else None)
@@ -204,8 +210,10 @@ class Session:
 
     def fetch(self) -> StepData:
         known = dict(self.loader.measured)
-        micro_batches = self.look(self.loader.next_step())
-        return self.carrier.step(micro_batches, self.loader.cursor, known)
+        whole = self.loader.next_step()
+        own = [whole[self.exchange.micro_batch(i)] for i in range(self.plan.problem.micro_batches)]
+        alone = len(own) == len(whole)
+        return self.carrier.step(self.look(own), self.loader.cursor, known, None if alone else whole)
 
     def look(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The micro-batches with what there is of their images; the tower's work is done on the compute lane."""

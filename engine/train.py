@@ -90,8 +90,8 @@ def train_step(session: Session) -> StepMetrics:
         measured=data.known | data.found.metrics,
         model_flops=model_flops(
             session.spec,
-            [n for m in data.micro_batches for n in m.lengths],
-            [each for m in data.micro_batches for each in m.continued],
+            [n for m in data.whole for n in m.lengths],
+            [each for m in data.whole for each in m.continued],
         ),
         nvme_read_bytes=nvme_read,
         nvme_written_bytes=nvme_written,

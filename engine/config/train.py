@@ -29,6 +29,10 @@ class TrainConfig:
     micro_batch_size: int = 1
     """Sequences processed together, as one stream of tokens. GPU memory for keys and values grows with their total
     length."""
+    replicas: int | None = None
+    """Into how many equal parts a step's sequences are divided, whose gradients are computed apart and added in one
+    order: GPUs share them out, and any number of GPUs that divides it gives the same bits. none: as many as a new run
+    has GPUs."""
     chunk_tokens: int | None = None
     """Tokens per chunk, the unit of activation memory. Any number works; none lets the plan choose."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
@@ -127,7 +131,8 @@ class TrainConfig:
         require_kinds("train", self)
         steps = ("steps", "validate_every", "early_stopping_patience", "decay_steps")
         require_counts("train", self, steps, MOST_STEPS)
-        require_counts("train", self, ("global_batch_size", "micro_batch_size", "validation_sequences"), MOST_SEQUENCES)
+        sequences = ("global_batch_size", "micro_batch_size", "replicas", "validation_sequences")
+        require_counts("train", self, sequences, MOST_SEQUENCES)
         require_counts("train", self, ("chunk_tokens",), MOST_TOKENS)
         require_counts("train", self, ("expert_groups",), MOST_EXPERTS)
         for name in ("global_batch_size", "validation_sequences"):
@@ -136,6 +141,12 @@ class TrainConfig:
                 value is None or value % self.micro_batch_size == 0,
                 f"train.{name}: {value} is not a multiple of train.micro_batch_size {self.micro_batch_size}",
             )
+        parts = self.global_batch_size // self.micro_batch_size
+        require(
+            self.replicas is None or parts % self.replicas == 0,
+            f"train.replicas: the {parts} micro-batches of a step (train.global_batch_size / train.micro_batch_size) "
+            f"cannot be divided into {self.replicas} equal parts; set a divisor of {parts}",
+        )
         require("" not in self.freeze, 'train.freeze: a pattern is empty; write for example "*embed_tokens*"')
         require(-(2**63) <= self.seed < 2**63, f"train.seed: {self.seed} has more than 64 bits")
         require(self.lr > 0, f"train.lr: {self.lr} must be above 0")

@@ -47,8 +47,8 @@ def _groups(problem: PlanInput) -> list[int]:
     """Micro-batches of a group: all of a step, half of them, and so on."""
     result = [0]
     size = 1 if problem.one_group else problem.micro_batches
-    while size > 1:
-        result.append(size := -(-size // 2))
+    while size > max(1, problem.apart):
+        result.append(size := problem.group_of(-(-size // 2)))
     return result
 
 

@@ -131,6 +131,8 @@ class Costs:
             Cost.DEQUANTISE: self._dequantise,
             Cost.COPY: self._copy,
             Cost.UPDATE: self._update_seconds,
+            Cost.ADD: self._add,
+            Cost.SIGNAL: lambda op: COPY_S,
             Cost.REPORT: lambda op: CLIP_S,
             Cost.READ: self._read,
             Cost.READ_TO_DEVICE: self._read_to_device,
@@ -163,6 +165,11 @@ class Costs:
     def _update_seconds(self, op: Op) -> float:
         start, end = self.plan.buffers[op.block].update(op.index)
         return COPY_S + (end - start) / self._update
+
+    def _add(self, op: Op) -> float:
+        """Every rank's part is read, and the sum, which is written again."""
+        moved = op.nbytes * (self.plan.problem.ranks + 2)
+        return COPY_S + moved / FP32 / (self._update * self._update_bytes / FP32)
 
     def _read(self, op: Op) -> float:
         return DISK_S + op.nbytes / self._nvme_read

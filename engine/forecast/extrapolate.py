@@ -251,7 +251,8 @@ def _few_groups(plan: Plan, on: Conditions) -> tuple[Plan, Conditions]:
         return plan, on
     p, group = plan.problem, plan.group
     members = [*range(2 * group), *range((plan.num_groups - 1) * group, p.micro_batches)]
-    problem = replace(p, micro_batches=len(members))
+    replicas = p.ranks * (len(members) // p.apart) if p.apart else p.replicas
+    problem = replace(p, micro_batches=len(members), replicas=replicas)
     chunks = cut_chunks(len(members), p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
     documents = None if on.documents is None else [on.documents[i] for i in members]
     filled = None if on.filled is None else [on.filled[i] if i < len(on.filled) else 0 for i in members]
@@ -318,8 +319,9 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
 def _group(plan: Plan, times: int) -> tuple[int, int]:
     """(chunks of a micro-batch, micro-batches) that become one chunk."""
     within = min(times, plan.window_chunks)
-    batches = min(plan.group, -(-times // within))
-    while plan.num_groups > 1 and plan.group % batches:
+    most = plan.problem.apart or plan.group
+    batches = min(most, -(-times // within))
+    while (plan.num_groups > 1 or plan.problem.apart) and most % batches:
         batches -= 1
     return within, batches
 

@@ -76,6 +76,8 @@ class PlanRequest:
     budgets: Budgets
     device_type: str
     """cuda or cpu."""
+    ranks: int = 1
+    """Processes of the run, each with a compute device; `budgets` are those of one, with its share of the RAM."""
     device_reads: bool = True
     """NVMe reads reach the compute device's memory without a stage in RAM."""
     reader_bytes: int = 0
@@ -127,7 +129,9 @@ class PlanRequest:
             hidden_size=spec.hidden_size,
             compute_dtype=train.compute_dtype,
             gradient_dtype=train.gradient_dtype,
-            micro_batches=train.global_batch_size // train.micro_batch_size,
+            micro_batches=train.global_batch_size // train.micro_batch_size // self.ranks,
+            replicas=train.replicas or 1,
+            ranks=self.ranks,
             rows=train.micro_batch_size,
             row_tokens=data.sequence_length,
             chunk_tokens=chunk_tokens,

@@ -52,7 +52,7 @@ class GpuPlacement(Saving):
         self.windows = self.num_windows()
         self.resident: set[str] = set()
         """Buffers that live there whole."""
-        self.weights = {b.name for b in p.buffers if b.float32}
+        self.weights = set() if p.adds_replicas else {b.name for b in p.buffers if b.float32}
         """Buffers not resident whose weights alone are on the GPU."""
         self.sums: set[str] = set()
         """Buffers not resident whose gradient stays on the GPU from group to group."""
@@ -147,7 +147,9 @@ class GpuPlacement(Saving):
     def _fill_gpu(self, left: int) -> None:
         """What the GPU's last `left` bytes go to."""
         budget = self.problem.gpu_budget
-        reside = partial(self._admit, self.resident, self.in_order)
+        # Where replicas are added, what is trained is updated by its owners, in RAM or on NVMe.
+        may_stay = [b for b in self.in_order if b.frozen or not self.problem.adds_replicas]
+        reside = partial(self._admit, self.resident, may_stay)
         match self.choice.gpu_first:
             case "graphs":
                 self.save_graphs(left) and reside(budget)
@@ -161,7 +163,7 @@ class GpuPlacement(Saving):
             case "saved activations":
                 self.hold(left) and reside(budget)
             case "weights":
-                self._admit(self.weights, self.in_order, budget) and self.save_graphs(budget - self.gpu_need())
+                self._admit(self.weights, may_stay, budget) and self.save_graphs(budget - self.gpu_need())
 
     def _admit(self, chosen: set[str], buffers: Iterable[BufferShape], budget: int) -> bool:
         """Choose buffers in order as long as all on the GPU takes no more than `budget` bytes; whether all are."""

@@ -51,6 +51,28 @@ class BufferPlan(BufferShape):
     """Tier in which the complete gradient waits for the optimizer; None of a frozen buffer."""
     sums: Tier | None = None
     """Tier in which the float32 sum waits for the step's next group; None where there is one group, or it is frozen."""
+    ranks: int = 1
+    first_owner: int = 0
+    """Rank that owns the first part; the next one owns the next part, and so on."""
+    by_part: bool = False
+    """Whether each update op is of one part."""
+
+    def owner(self, part: int) -> int:
+        """The rank that keeps a part's state and gradient, and updates it."""
+        return (self.first_owner + part) % self.ranks
+
+    def owned(self, rank: int) -> range:
+        """The parts of a rank."""
+        return range((rank - self.first_owner) % self.ranks, self.num_parts, self.ranks)
+
+    def owned_numel(self, rank: int) -> int:
+        return sum(end - start for start, end in map(self.part, self.owned(rank)))
+
+    def kept(self, start: int, end: int) -> slice:
+        """Where elements from `start` to `end`, of whole parts, are in memory that holds the owner's parts alone, one
+        behind the other."""
+        first = start // self.part_numel // self.ranks * self.part_numel
+        return slice(first, first + end - start)
 
     @property
     def num_parts(self) -> int:
@@ -67,7 +89,7 @@ class BufferPlan(BufferShape):
     @property
     def update_numel(self) -> int:
         """Elements of one update op: a part, or UPDATE_PARTS of them where all that an update touches lives in RAM."""
-        in_ram = self.weights == self.state == self.gradient == "ram"
+        in_ram = self.weights == self.state == self.gradient == "ram" and not self.by_part
         return self.part_numel * (UPDATE_PARTS if in_ram else 1)
 
     @property
@@ -148,11 +170,19 @@ class Plan:
     @property
     def group(self) -> int:
         """Micro-batches of a group; the step's last group may have fewer."""
-        return min(self.choice.group or self.problem.micro_batches, self.problem.micro_batches)
+        return self.problem.group_of(self.choice.group)
 
     @property
     def num_groups(self) -> int:
         return -(-self.problem.micro_batches // self.group)
+
+    def replica(self, chunk: Chunk) -> int:
+        """Which of a rank's replicas, by round, a chunk of the step belongs to."""
+        return chunk.micro_batch // self.problem.replica_micro_batches
+
+    def begins_replica(self, chunk: Chunk) -> bool:
+        """Whether backward is through with a replica behind that chunk."""
+        return chunk.local == 0 and chunk.micro_batch % self.problem.replica_micro_batches == 0
 
     @property
     def group_chunks(self) -> tuple[Chunk, ...]:
@@ -192,7 +222,7 @@ class Plan:
 
     def filled_chunks(self, filled: Filled | None) -> Sequence[Chunk]:
         """What a step computes whose micro-batches have `filled` tokens before their padding."""
-        return self.chunks if filled is None else filled_chunks(self.chunks, filled)
+        return self.chunks if filled is None else filled_chunks(self.chunks, filled, replica=self.problem.apart)
 
     @property
     def max_chunk_tokens(self) -> int:
@@ -305,11 +335,12 @@ def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int
     )
 
 
-def filled_chunks(chunks: Sequence[Chunk], filled: Filled, multiple: int = 1) -> list[Chunk]:
+def filled_chunks(chunks: Sequence[Chunk], filled: Filled, multiple: int = 1, replica: int = 0) -> list[Chunk]:
     """The chunks that a batch needs whose micro-batches have `filled` tokens before their padding (None: it has none).
 
     What begins in the padding is left out, and what it begins in ends there, rounded up to `multiple` tokens from the
-    chunk's start. The first chunk always stays: a step goes through every block, whatever it holds.
+    chunk's start. The first chunk always stays, and that of every `replica` micro-batches, where it is above 0: a step
+    goes through every block, whatever it holds.
     """
     result = []
     for chunk in chunks:
@@ -317,7 +348,8 @@ def filled_chunks(chunks: Sequence[Chunk], filled: Filled, multiple: int = 1) ->
             break
         end = filled[chunk.micro_batch]
         real = chunk.end if end is None else end - chunk.start
-        if real > 0 or chunk.index == 0:
+        begins = chunk.local == 0 and (chunk.index == 0 or bool(replica and chunk.micro_batch % replica == 0))
+        if real > 0 or begins:
             end = min(chunk.end, chunk.start + max(1, -(-real // multiple)) * multiple)
             result.append(chunk if end == chunk.end else replace(chunk, end=end))
     return result

@@ -67,7 +67,8 @@ class _Planner(GpuPlacement):
 
     def __init__(self, problem: PlanInput, choice: PlanOptions) -> None:
         super().__init__(problem, choice)
-        self.ram_budget = problem.ram_budget - problem.beside_bytes - self.samples.ram_bytes
+        self.beside_bytes = problem.beside_bytes + problem.ring_bytes + self.samples.ram_bytes
+        self.ram_budget = problem.ram_budget - self.beside_bytes
         self.part_stage_bytes = aligned(problem.part_stage_bytes)
 
     # ------------------------------------------------------------------ RAM
@@ -127,11 +128,12 @@ class _Planner(GpuPlacement):
         return weights if buffer.frozen else [*weights, "gradient", "state"]
 
     def kind_bytes(self, buffer: BufferShape, kind: str) -> int:
-        """Bytes that a kind takes in RAM, in whole pages. Where a gradient waits between groups, it does in float32."""
+        """Bytes that a kind takes in RAM, in whole pages: a rank's share. Where a gradient waits between groups, it
+        does in float32."""
         p = self.problem
         gradient = FP32 if self.sums_tier(buffer) == "ram" else p.gradient_bytes
         sizes = {"weights": buffer.weight_bytes, "gradient": gradient, "state": len(p.state_kinds) * FP32}
-        return aligned(buffer.numel * sizes[kind])
+        return aligned(-(-buffer.numel * sizes[kind] // p.ranks))
 
     def fill_ram(self, placement: _RamPlacement, left: int) -> None:
         """Let graphs leave for RAM while `left` bytes last: as many quarters of them as fit, then backward's first."""
@@ -209,19 +211,19 @@ class _Planner(GpuPlacement):
         sums = sum(self.kind_bytes(b, "gradient") for b in summed)
         least = stream + passing + saved + staged + own * widest + sums
         if least > self.ram_budget:
-            beside = p.beside_bytes + self.samples.ram_bytes
-            need = min(least, whole) + beside
+            need = min(least, whole) + self.beside_bytes
             parts = {
                 "hidden states of the step": stream,
                 "one block's pass": passing,
                 "saved activations": saved,
                 "staging": staged + own * widest,
                 "gradients between groups": sums if self.grouped else 0,
+                "gradient ring": p.ring_bytes,
                 "samples": self.samples.ram_bytes if p.samples else 0,
                 "uploads (storage.offsite)": p.offsite_bytes,
                 "images": p.vision.features_bytes,
             }
-            what = f"one block's working set of {gib(least + beside)} ({listing(parts)})"
+            what = f"one block's working set of {gib(least + self.beside_bytes)} ({listing(parts)})"
             if whole < least:
                 what += f", nor all of the model's state and activations, {gib(need)}"
             message = f"budgets.ram: {gib(p.ram_budget)} cannot hold {what}; give at least {least_text(need)}"
@@ -238,6 +240,8 @@ class _Planner(GpuPlacement):
         p = self.problem
         self.place_gpu()
         ram = self.place_ram()
+        if p.ring_bytes:
+            ram.parts["gradient ring"] = p.ring_bytes
         if p.reader_bytes:
             ram.parts["reader buffers"] = p.reader_bytes
         if p.offsite_bytes:
@@ -249,6 +253,7 @@ class _Planner(GpuPlacement):
         weights_there: dict[str, Tier] = {"weights": "gpu"}
         on_gpu: dict[str, Tier] = {"weights": "gpu", "gradient": "gpu", "state": "gpu"}
         buffers = {}
+        num_parts = 0
         for shape in p.buffers:
             kinds = on_gpu if shape.name in self.resident else weights_there | ram.tiers[shape.name]
             buffers[shape.name] = BufferPlan(
@@ -265,7 +270,11 @@ class _Planner(GpuPlacement):
                 state=None if shape.frozen else kinds["state"],
                 gradient=None if shape.frozen else kinds["gradient"],
                 sums=self.sums_tier(shape),
+                ranks=p.ranks,
+                first_owner=num_parts % p.ranks,
+                by_part=p.adds_replicas,
             )
+            num_parts += buffers[shape.name].num_parts
         weights, gradients, slot_bytes = self.slots()
         gpu = self.gpu_parts()
         nvme = self.nvme_parts(buffers, ram.spilled)

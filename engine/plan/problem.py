@@ -63,6 +63,9 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 """Slots on the GPU by what they are for: frozen buffers may be gigabytes beside the megabytes that are trained, and
 float32 ones are kilobytes, whose weights stay there and need no slots."""
 LAYER_POOLS: tuple[Pool, ...] = ("layer", "frozen layer", "float32")
+RING_PARTS = 8
+"""Parts of gradients that a rank may hand over before their owners have added them: at tens of gigabytes a second a
+part is a millisecond, and a rank sleeps and wakes for another one in a tenth of that."""
 GRAPH_SLACK_BYTES = 4 * ALIGNMENT
 """Of a graph that is laid out in one piece: what does not grow with its tokens, and gaps between its tensors."""
 SAMPLE_STAGES = 2
@@ -292,6 +295,11 @@ class PlanInput:
     gradient_dtype: str = "float32"
     """Of a waiting gradient."""
     micro_batches: int
+    """Of a step, as far as one rank computes it."""
+    replicas: int = 1
+    """Parts of a step whose gradients are summed apart and added in one order, over all ranks."""
+    ranks: int = 1
+    """Processes that share the step, the weights in RAM and the state, each with a compute device of its own."""
     rows: int
     """Sequences laid end to end in one micro-batch."""
     row_tokens: int
@@ -340,6 +348,43 @@ class PlanInput:
     @property
     def gradient_bytes(self) -> int:
         return DTYPE_BYTES[self.gradient_dtype]
+
+    @property
+    def adds_replicas(self) -> bool:
+        """Whether gradients leave the compute device once for each replica, and are added in RAM by their owners."""
+        return self.replicas > 1
+
+    @property
+    def rounds(self) -> int:
+        """Replicas that each rank computes: in round i of n ranks rank k computes replica i n + k."""
+        return self.replicas // self.ranks
+
+    @property
+    def replica_micro_batches(self) -> int:
+        return self.micro_batches // self.rounds
+
+    @property
+    def apart(self) -> int:
+        """Micro-batches of a replica, whose gradient is by itself; 0: there is one for all of the step."""
+        return self.replica_micro_batches if self.adds_replicas else 0
+
+    def group_of(self, wanted: int) -> int:
+        """Micro-batches of a group, where so many are wanted (0: all of them): where replicas are added whole ones."""
+        if not wanted or wanted >= self.micro_batches:
+            return self.micro_batches
+        multiple = self.replica_micro_batches if self.adds_replicas else 1
+        return min(self.micro_batches, -(-wanted // multiple) * multiple)
+
+    @property
+    def ring_bytes(self) -> int:
+        """RAM of the ring through which a rank hands its gradients to their owners, and of what all ranks note of a
+        step: the squared norm of each part and the loss of each chunk."""
+        if not self.adds_replicas:
+            return 0
+        width = self.row_tokens if self.chunk_per_row else self.chunk_tokens
+        chunks = self.ranks * self.micro_batches * -(-self.rows * self.row_tokens // width)
+        noted = (8 * sum(-(-b.numel // b.part_numel) for b in self.buffers), 8 * chunks)
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (*noted, *[self.state_part_numel * FP32] * RING_PARTS))
 
     @property
     def references(self) -> dict[str, str]:

@@ -41,10 +41,11 @@ class Saving:
         self.problem = p = problem
         self.choice = choice
         self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
-        self.group = min(choice.group or p.micro_batches, p.micro_batches)
+        self.group = p.group_of(choice.group)
         self.group_chunks = tuple(c for c in self.chunks if c.micro_batch < self.group)
         """The chunks of one group, whose saved activations those of the groups that follow take the place of."""
-        self.grouped = self.group < p.micro_batches
+        self.grouped = self.group < p.micro_batches and not p.adds_replicas
+        """Whether sums of gradients wait between groups."""
         self.max_chunk = max(c.end - c.start for c in self.chunks)
         self.layers = [i for i, block in enumerate(p.blocks) if block.saved_inputs]
         self.saving = [i for i in self.layers if p.blocks[i].backward]

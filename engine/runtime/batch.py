@@ -77,6 +77,13 @@ class StepData(Batch):
 
     cursor: dict[str, Any]
     """Data position after the step."""
+    whole: Sequence[MicroBatch]
+    """All micro-batches of the step, of which `micro_batches` are those of this rank; loss, targets and weights are of
+    all of them."""
+    @property
+    def num_trained(self) -> int:
+        return self.num_targets - sum(m.num_compared for m in self.whole)
+
     loss: float = math.nan
     grad_norm: float = math.nan
     chunk_losses: dict[int, float] = field(default_factory=dict)
@@ -133,15 +140,22 @@ COMPILED_MULTIPLE = 128
 length only, in whole tiles of matrix products."""
 
 
+def _counts(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+    return {
+        "num_targets": sum(m.num_targets for m in micro_batches),
+        "total_weight": sum(total_weight(m.labels, m.weights) for m in micro_batches),
+    }
+
+
 class BatchCarrier:
     """Brings fetched batches to the compute device: on CUDA in one copy per step, through one pinned buffer and a
     stream of its own, for which the caller waits, and no lane. A step's device memory is freed with its last tensor."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], device: torch.device, *, compiled: bool = False, sequences: int = 0
+        self, chunks: Sequence[Chunk], device: torch.device, *, compiled: bool = False, sequences: int = 0, apart: int = 0
     ) -> None:
-        """`chunks`: the plan's; `sequences`: of samples, at most."""
-        self._chunks, self._device, self._multiple = chunks, device, 1
+        """`chunks`: the plan's; `sequences`: of samples, at most; `apart`: PlanInput.apart."""
+        self._chunks, self._device, self._multiple, self._apart = chunks, device, 1, apart
         """The last chunk of a stream is rounded up to a multiple of so many tokens."""
         if compiled:
             quarter = max(chunk.end - chunk.start for chunk in chunks) / 4
@@ -155,9 +169,16 @@ class BatchCarrier:
             self._pinned = pinned_empty(self._numel, torch.int64)
 
     def step(
-        self, micro_batches: Sequence[MicroBatch], cursor: dict[str, Any], known: dict[str, float] | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        cursor: dict[str, Any],
+        known: dict[str, float] | None = None,
+        whole: Sequence[MicroBatch] | None = None,
     ) -> StepData:
-        return StepData(**self._batch(micro_batches), cursor=cursor, known=known or {})
+        """`whole`: all of the step's, where these are those of one rank."""
+        batch = self._batch(micro_batches, self._apart)
+        whole = batch["micro_batches"] if whole is None else whole
+        return StepData(**batch | _counts(whole), cursor=cursor, known=known or {}, whole=whole)
 
     def evaluation(self, micro_batches: Sequence[MicroBatch], *, with_statistics: bool = False) -> EvaluationData:
         """Of as many micro-batches as a step has, or fewer."""
@@ -198,8 +219,8 @@ class BatchCarrier:
             longest[row.sequence] = max(longest.get(row.sequence, 0), row.end - 1)
         return SampleData({one.chunk.index: one for one in result}, read, longest, choose)
 
-    def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
-        cut = filled_chunks(self._chunks, [m.filled for m in micro_batches], self._multiple)
+    def _batch(self, micro_batches: Sequence[MicroBatch], apart: int = 0) -> dict[str, Any]:
+        cut = filled_chunks(self._chunks, [m.filled for m in micro_batches], self._multiple, apart)
         tokens = self._carry(micro_batches, cut)
         pinned = self._device.type == "cuda"
         of_streams = [m.images.pin() if m.images is not None and pinned else m.images for m in micro_batches]
@@ -209,8 +230,7 @@ class BatchCarrier:
             "cut": {chunk.index: chunk for chunk in cut},
             "chunks": {chunk.index: of_chunk for chunk, of_chunk in zip(cut, tokens, strict=True)},
             "images": {index: part for index, part in parts.items() if part is not None},
-            "num_targets": sum(m.num_targets for m in micro_batches),
-            "total_weight": sum(total_weight(m.labels, m.weights) for m in micro_batches),
+            **_counts(micro_batches),
         }
 
     def _carry(self, micro_batches: Sequence[MicroBatch], cut: Sequence[Chunk]) -> list[ChunkTokens]:

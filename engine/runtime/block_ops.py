@@ -15,10 +15,11 @@ from torch import Tensor
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.config import TrainConfig
 from penstock.engine.model.tokens import mean_by_weight
-from penstock.engine.objectives.base import OBJECTIVES, Objective
+from penstock.engine.objectives.base import Objective
 from penstock.engine.optim.base import Optimizer
 from penstock.engine.optim.lr import clip_coefficient, learning_rate
 from penstock.engine.runtime.coefficients import Coefficients
+from penstock.engine.runtime.exchange import Exchange
 from penstock.engine.runtime.failures import DivergedError, first_not_finite
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.idle import Idle
@@ -39,10 +40,11 @@ class BlockOps:
         store: object,
         train: TrainConfig,
         logits_bytes: int,
-        idle: Idle | None = None,
-        objective: Objective = OBJECTIVES["next_token"],
+        idle: Idle | None,
+        objective: Objective,
+        exchange: Exchange,
     ) -> None:
-        self._idle = idle
+        self._idle, self._exchange = idle, exchange
         self._views, self._train, self._nvme = views, train, cast(NvmeStore, store)
         self._optimizer, self._runner, self._device, self._logits_bytes = (
             optimizer,
@@ -172,10 +174,15 @@ class BlockOps:
         losses, squares, marks = (part.double() for part in self._split_report(self._report_on_host))
         of_chunk = losses.tolist()
         data.chunk_losses = {index: of_chunk[index] for index in data.cut}
+        total = float(losses[list(data.cut)].sum())
+        if self._views.plan.problem.adds_replicas:
+            if first_not_finite(self._views.plan, losses, torch.zeros(0), marks) is None:
+                of_step, of_buffers = self._exchange.share(data.chunk_losses)
+                squares, total = torch.tensor(of_buffers, dtype=torch.float64), math.fsum(of_step)
         if (culprit := first_not_finite(self._views.plan, losses, squares, marks)) is not None:
             raise DivergedError(f"step {op.step}: {culprit} is not finite")
         if self._coefficients is None:
-            data.loss = mean_by_weight(float(losses[list(data.cut)].sum()), data.total_weight)
+            data.loss = mean_by_weight(total, data.total_weight)
         else:
             data.loss, data.chunk_losses = data.found.loss, {}
             if math.isnan(data.loss):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ from penstock.engine.plan.plan import (
     sample_regions,
     window_bytes,
 )
-from penstock.engine.plan.problem import ALIGNMENT, POOLS, Pool, Tier
+from penstock.engine.plan.problem import ALIGNMENT, FP32, POOLS, RING_PARTS, Pool, Tier
 from penstock.storage.tier.arena import HostArena, empty_aligned
 
 
@@ -81,7 +82,16 @@ class RamMemory:
     """Everything in the host arena."""
 
     arena: HostArena
+    shared: HostArena | None = None
+    """What all ranks have in common; None: there is one rank."""
     buffers: dict[str, Resident] = field(default_factory=dict)
+    """Where there are several ranks, gradient and state of this one's parts alone (BufferPlan.kept)."""
+    rings: list[list[Tensor]] = field(default_factory=list)
+    """Of each rank parts of its gradients on their way, float32 [part]."""
+    squares: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """float64 [parts of all that is trained]: squared norm of each part of the step's gradient."""
+    losses: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """float64 [chunks of the whole step]."""
     saved_activations: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     """(block, chunk) -> kind -> what is saved for its backward, uint8: see Plan.saved_activations."""
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -98,6 +108,12 @@ class RamMemory:
     """block -> keys and values of the samples, uint8."""
     activation_stages: list[Tensor] = field(default_factory=list)
     """One saved activation on its way to or from NVMe, uint8."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """As HostArena.copy, of slots of either arena."""
+        shared = self.shared
+        in_shared = shared is not None and (shared.holds(target) or shared.holds(source))
+        (shared if shared is not None and in_shared else self.arena).copy(target, source)
 
 
 def _dtypes(plan: Plan, buffer: BufferPlan, tier: Tier) -> dict[str, torch.dtype]:
@@ -150,18 +166,55 @@ def allocate_gpu(plan: Plan, device: torch.device, weights: dict[str, Tensor] | 
     return gpu
 
 
-def allocate_ram(plan: Plan) -> RamMemory:
-    """Carve the host arena, unpinned; what it does not hold of a buffer lives on another tier."""
+def shared_slots(plan: Plan) -> dict[str, int]:
+    """Name -> bytes of what ranks share: tables, rings, and the weights that live in RAM."""
+    problem = plan.problem
+    ring = dict.fromkeys((f"ring.{rank}.{i}" for rank, i in _ring_slots(plan)), problem.state_part_numel * FP32)
+    weights = {f"{b.name}.weights": b.nbytes for b in plan.buffers.values() if b.weights == "ram"}
+    return {"squares": _num_parts(plan) * 8, "losses": _num_losses(plan) * 8} | ring | weights
+
+
+def _num_parts(plan: Plan) -> int:
+    return sum(buffer.num_parts for buffer in plan.buffers.values() if not buffer.frozen)
+
+
+def _num_losses(plan: Plan) -> int:
+    return plan.problem.ranks * plan.problem.micro_batches * plan.window_chunks
+
+
+def _ring_slots(plan: Plan) -> list[tuple[int, int]]:
+    """(rank, slot) of all rings."""
+    return list(itertools.product(range(plan.problem.ranks), range(RING_PARTS))) if plan.problem.adds_replicas else []
+
+
+def allocate_ram(plan: Plan, rank: int = 0, shared: HostArena | None = None) -> RamMemory:
+    """Carve the host arena, unpinned, as `rank` needs it; what it does not hold of a buffer lives on another tier.
+    `shared`: has room for `shared_slots`, where there are several ranks."""
     problem, tier, gradient_dtype = plan.problem, plan.tiers["ram"], getattr(torch, plan.problem.gradient_dtype)
     capacity = max(ALIGNMENT, tier.peak_bytes - problem.beside_bytes)  # a model that is queried may need none
-    ram = RamMemory(HostArena(capacity, budget_bytes=max(capacity, tier.budget_bytes)))
+    if shared is not None:  # a rank may own a part more than the mean of all; what is not used is not resident
+        capacity += sum((2 + len(problem.state_kinds)) * b.part_numel * FP32 for b in plan.buffers.values())
+    ram = RamMemory(HostArena(capacity, budget_bytes=max(capacity, tier.budget_bytes)), shared)
 
-    def typed(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        return ram.arena.slot(name, numel * dtype.itemsize).view(dtype)
+    def typed(name: str, numel: int, dtype: torch.dtype, arena: HostArena = ram.arena) -> Tensor:
+        return arena.slot(name, numel * dtype.itemsize).view(dtype)
 
+    common = shared or ram.arena
+    if problem.adds_replicas:
+        ram.squares = typed("squares", _num_parts(plan), torch.float64, common)
+        ram.losses = typed("losses", _num_losses(plan), torch.float64, common)
+        ram.rings = [[] for _ in range(problem.ranks)]
+        for owner, i in _ring_slots(plan):
+            slot = typed(f"ring.{owner}.{i}", problem.state_part_numel, torch.float32, common)
+            ram.rings[owner].append(slot)
     for buffer in plan.buffers.values():
-        name, dtypes = buffer.name, _dtypes(plan, buffer, "ram")
-        ram.buffers[name] = {kind: typed(f"{name}.{kind}", buffer.numel, dtype) for kind, dtype in dtypes.items()}
+        name, dtypes, own = buffer.name, _dtypes(plan, buffer, "ram"), buffer.owned_numel(rank)
+        held = {kind: (buffer.numel, common) if kind == "weights" else (own, ram.arena) for kind in dtypes}
+        ram.buffers[name] = {
+            kind: typed(f"{name}.{kind}", *(held[kind][0], dtype), held[kind][1])
+            for kind, dtype in dtypes.items()
+            if held[kind][0]
+        }
         if buffer.sums == "ram":
             # What is complete takes the place of what was summed so far.
             ram.sums[name] = ram.buffers[name]["gradient"]

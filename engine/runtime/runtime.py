@@ -14,6 +14,7 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.objectives.base import OBJECTIVES, Objective
 from penstock.engine.optim.base import Optimizer
 from penstock.engine.plan.plan import Plan
+from penstock.engine.runtime.exchange import Exchange
 from penstock.engine.runtime.batch import EvaluationData, SampleData, StepData
 from penstock.engine.runtime.block_ops import BlockOps
 from penstock.engine.runtime.handlers import SKIPPED, Skipped, handlers_of
@@ -44,6 +45,7 @@ class Runtime:
         logits_bytes: int,
         commit: Callable[[int], None],
         objective: Objective = OBJECTIVES["next_token"],
+        exchange: Exchange | None = None,
     ) -> None:
         """`store`: the NVMe tier, of which compute ops need none; `commit` is called with a step's number."""
         self.plan, self.runner, self.optimizer = plan, runner, optimizer
@@ -51,8 +53,9 @@ class Runtime:
         self._samples_passes = 0
         self.idle = self._idle(train)
         self.layer_ops = LayerOps(self._views, self.idle)
-        self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes, self.idle, objective)
-        state_ops = StateOps(self._views, optimizer, store, commit, self.idle)
+        exchange = exchange or Exchange(plan, 0, ram, None)
+        self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes, self.idle, objective, exchange)
+        state_ops = StateOps(self._views, optimizer, store, commit, self.idle, exchange)
         self.sample_ops = SampleOps(self._views, logits_bytes)
         self.handlers = handlers_of(self._block_ops, self.layer_ops, BranchOps(self._views), state_ops, self.sample_ops)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.engine.model.quantise import Dequantiser
 from penstock.engine.optim.base import Optimizer, UpdateRange
 from penstock.engine.plan.plan import BufferPlan
+from penstock.engine.runtime.exchange import Exchange
 from penstock.engine.runtime.handlers import gather, handles
 from penstock.engine.runtime.health import require_usable
 from penstock.engine.runtime.idle import Chain, Idle
@@ -32,9 +33,11 @@ class StateOps:
         optimizer: Optimizer,
         store: object,
         commit: Callable[[int], None],
-        idle: Idle | None = None,
+        idle: Idle | None,
+        exchange: Exchange,
     ) -> None:
         self._views, self._nvme, self._commit, self._idle = views, cast(NvmeStore, store), commit, idle
+        self._exchange = exchange
         self._optimizer, self._gpu, self._ram, self._kinds = (
             optimizer,
             views.gpu,
@@ -72,12 +75,12 @@ class StateOps:
         if op.action is a.LOAD_SUM and a.SKIPS in op.flags and self._idle is not None and not self._idle.begun(op):
             target[start:end].zero_()
         else:
-            self._ram.arena.copy(target[start:end], source[start:end])
+            self._ram.copy(target[start:end], source[start:end])
 
     @handles(a.LOAD_WEIGHTS_PART)
     def _load_weights_part(self, op: Op) -> None:
         start, end = self._part(op)
-        self._ram.arena.copy(self._flat("weights", op)[start:end], self._staged(op, self._weights_dtype(op)))
+        self._ram.copy(self._flat("weights", op)[start:end], self._staged(op, self._weights_dtype(op)))
 
     @handles(a.READ_WEIGHTS)
     def _read_weights(self, op: Op) -> Future[Any]:
@@ -111,16 +114,49 @@ class StateOps:
         waiting, flat, buffer = self._ram.buffers[op.block]["gradient"], self._flat("gradient", op), self._buffer(op)
         for part in range(buffer.num_parts):
             start, end = buffer.part(part)
-            self._ram.arena.copy(waiting[start:end], flat[start:end].to(waiting.dtype))
+            self._ram.copy(waiting[start:end], flat[start:end].to(waiting.dtype))
 
     @handles(a.STORE_GRADIENT_PART)
     def _store_gradient_part(self, op: Op) -> None:
         (start, end), stage = self._part(op), self._staged(op, self._views.gradient_dtype)
-        self._ram.arena.copy(stage, self._flat("gradient", op)[start:end].to(stage.dtype))
+        self._ram.copy(stage, self._flat("gradient", op)[start:end].to(stage.dtype))
 
     @handles(a.WRITE_GRADIENT)
     def _write_gradient(self, op: Op) -> Future[Any]:
         return self._nvme.write(op.block, "gradient", op.index, self._staged(op, self._views.gradient_dtype))
+
+    @handles(a.HAND_OVER)
+    def _hand_over(self, op: Op) -> None:
+        start, end = self._part(op)
+        self._ram.copy(self._exchange.ring(op), self._flat("gradient", op)[start:end])
+
+    @handles(a.SIGNAL_GRADIENT)
+    def _signal_gradient(self, op: Op) -> None:
+        self._exchange.signal(op)
+
+    @handles(a.READ_GRADIENT)
+    def _read_gradient(self, op: Op) -> Future[Any]:
+        return self._nvme.read(op.block, "gradient", op.index, self._staged(op, torch.float32))
+
+    @handles(a.ADD_GRADIENT)
+    def _add_gradient(self, op: Op) -> None:
+        if a.STAGE in op.slots:
+            waiting = self._staged(op, torch.float32)
+        else:
+            waiting = self._ram.buffers[op.block]["gradient"][self._buffer(op).kept(*self._part(op))]
+        first = a.FIRST in op.flags
+        for gradient in self._exchange.parts(op):
+            if first:
+                waiting.copy_(gradient)
+            else:
+                waiting.add_(gradient)
+            first = False
+        if a.COMPLETES in op.flags:
+            self._exchange.note_square(op, waiting)
+
+    @handles(a.AWAIT_WEIGHTS)
+    def _await_weights(self, op: Op) -> None:
+        self._exchange.await_weights(op)
 
     # ------------------------------------------------------------------ updates
 
@@ -134,13 +170,15 @@ class StateOps:
         start, end = self._buffer(op).update(op.index)
         staged = self._ram.state_stages[op.slots[a.STAGE]] if a.STAGE in op.slots else {}
 
+        own = self._buffer(op).kept(start, end)
+
         def of(kind: str) -> Tensor:
-            return memory[kind][start:end] if kind in memory else staged[kind][: end - start]
+            return memory[kind][own] if kind in memory else staged[kind][: end - start]
 
         state = {kind: of(kind) for kind in self._kinds}
         gradient = of("gradient")
         if "weights" in memory:
-            weights = of("weights")
+            weights = memory["weights"][start:end]
         else:
             weights = views.part_stage(op.slots[a.WEIGHTS_STAGE], end - start, self._weights_dtype(op))
         where, chain = UpdateRange(views.layouts[op.block], start, end), self._chain(op)
@@ -174,15 +212,16 @@ class StateOps:
     def _write_state(self, op: Op) -> Future[Any]:
         """From its stage, or from where it lives in RAM."""
         memory, (start, end) = self._ram.buffers[op.block], self._part(op)
+        own = self._buffer(op).kept(start, end)
         if op.action is a.WRITE_STATE:
-            memory, start, end = self._ram.state_stages[op.slots[a.STAGE]], 0, end - start
-        return gather([self._write(kind, op, memory[kind][start:end]) for kind in self._kinds])
+            memory, own = self._ram.state_stages[op.slots[a.STAGE]], slice(0, end - start)
+        return gather([self._write(kind, op, memory[kind][own]) for kind in self._kinds])
 
     @handles(a.STAGE_STATE)
     def _stage_state(self, op: Op) -> None:
         start, end = self._part(op)
         resident = self._gpu.buffers[op.block][self._kinds[op.slots[a.KIND]]]
-        self._ram.arena.copy(self._staged(op, torch.float32), resident[start:end])
+        self._ram.copy(self._staged(op, torch.float32), resident[start:end])
 
     @handles(a.CHECKPOINT_STAGED)
     def _checkpoint_staged(self, op: Op) -> Future[Any]:

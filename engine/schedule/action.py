@@ -10,8 +10,8 @@ from penstock.engine.plan.activations import GRADIENT_OF
 from penstock.engine.plan.problem import Tier
 from penstock.engine.schedule import resources as r
 
-Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write"]
-LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
+Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write", "ranks"]
+LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write", "ranks")
 
 
 class Cost(Enum):
@@ -25,6 +25,9 @@ class Cost(Enum):
     """By those of a buffer as it is stored and as it is computed with."""
     COPY = "copy"
     UPDATE = "update"
+    ADD = "add"
+    """By the bytes of a part of every rank's gradient."""
+    SIGNAL = "signal"
     REPORT = "report"
     READ = "read"
     READ_TO_DEVICE = "read_to_device"
@@ -151,6 +154,6 @@ class Action:
 
 _GRADIENT_KINDS = (*GRADIENT_OF.values(), "dkv")
 _RESULTS = (r.GPU_LOSSES, r.GPU_EVALUATIONS, r.GPU_LOGITS)
-_GRADIENTS = {r.GPU_GRADIENT, r.RAM_GRADIENT, r.NVME_GRADIENT}
+_GRADIENTS = {r.GPU_GRADIENT, r.RAM_GRADIENT, r.RAM_RING, r.NVME_GRADIENT}
 _OF_UPDATE = {r.GPU_STATE, r.RAM_STATE, r.RAM_STATE_STAGE, r.NVME_STATE, r.GENERATION}
 _CARGO = {"weights": "weights", "state": "optimizer state", "gradient": "gradients"}

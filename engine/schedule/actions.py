@@ -35,6 +35,9 @@ PIECES = "pieces"
 CHAIN = "chain"
 """Which update of a buffer of experts it belongs to, by number: all of one is skipped, or nothing. Of a commit, and of
 what is written for one: the last update before it."""
+RING, SEQUENCE, FREED_BY = "ring", "sequence", "freed_by"
+"""Slot of a rank's ring, the number of the part in it, counted from the run's first, and who has to have added what was
+there before."""
 KIND = "kind"
 """Which of the optimizer's kinds of state, by number."""
 
@@ -46,6 +49,8 @@ SKIPS = "skips"
 """The op is about a group of experts, and is left out where nothing is sent to that (engine/runtime/idle.py)."""
 FORCED = "forced"
 """It is left out only where there is nothing to apply."""
+COMPLETES = "completes"
+"""The op adds the last replicas of a step."""
 ZERO_ROUTED = "zero:routed"
 """The op is the first of its layer's to note whom tokens are sent to."""
 SAVED_GRAPH = "saved_graph"
@@ -414,6 +419,36 @@ STORE_GRADIENT_PART = _store(
     _TO_RAM,
     skips="gradient",
 )
+HAND_OVER = _store(
+    "hand_over",
+    "hands a part of a replica's gradient to the GPU that adds it",
+    r.GPU_GRADIENT,
+    r.RAM_RING,
+    _GRADIENT_LEAVES,
+)
+SIGNAL_GRADIENT = _action(
+    "signal_gradient", "ranks", Cost.SIGNAL, "tells that a part of a gradient is there", reads=(r.RAM_RING,)
+)
+READ_GRADIENT = _read(
+    "read_gradient", "reads a part of a gradient", r.NVME_GRADIENT, r.RAM_PART_STAGE, Move("gradient", "in", "ram")
+)
+ADD_GRADIENT = _action(
+    "add_gradient",
+    "optimizer",
+    Cost.ADD,
+    "adds the replicas' gradients of a part",
+    reads=(r.RAM_RING,),
+    writes=(r.RAM_NORMS,),
+    adds=(r.RAM_GRADIENT, r.RAM_PART_STAGE),
+)
+AWAIT_WEIGHTS = _action(
+    "await_weights",
+    "ranks",
+    Cost.SIGNAL,
+    "waits until all GPUs have updated their parts of a block",
+    adds=(r.RAM_WEIGHTS, r.NVME_WEIGHTS),
+    phase="update",
+)
 WRITE_GRADIENT = _write(
     "write_gradient",
     "writes a part of a gradient",
@@ -487,7 +522,7 @@ CLIP = _action(
     "optimizer",
     Cost.REPORT,
     "takes the step's loss and gradient norm",
-    reads=(r.GPU_NORMS, r.GPU_LOSSES),
+    reads=(r.GPU_NORMS, r.RAM_NORMS, r.GPU_LOSSES),
     writes=(r.RAM_CLIP,),
 )
 EVALUATE = _action(

@@ -54,12 +54,12 @@ class ScheduleBuilder:
     """Emits the ops of consecutive passes. Those of a pass are preceded block by block by the updates of the gradient
     that still waits; `finish` is the updates alone."""
 
-    def __init__(self, plan: Plan, *, behind_at: int | None = None) -> None:
+    def __init__(self, plan: Plan, *, behind_at: int | None = None, rank: int = 0) -> None:
         """`behind_at`: the run's step, where a group of experts has not been brought to it (engine/runtime/idle.py)."""
         self._plan = plan
         self._emitter = Emitter()
         self._emit = self._emitter.emit
-        self._state = StateSchedule(plan, self._emitter, behind_at)
+        self._state = StateSchedule(plan, self._emitter, behind_at, rank)
         self._senders = plan.problem.senders
         self._activations = ActivationSchedule(plan, self._emitter)
         self._samples = SampleSchedule(plan, self._emitter)
@@ -214,10 +214,13 @@ class ScheduleBuilder:
         emitted between small copies that are wanted sooner."""
         block = self._plan.blocks[task.layer]
         self._state.release(self._weights(block))
-        done = task.chunk is task.group.chunks[0] if task.mode == "backward" else task.mode == "loss"
+        done = self._closes(task) if task.mode == "backward" else task.mode == "loss"
         offloading: list[tuple[int, deque[Load]]] = []
         for name in block.buffers if done else ():
-            if self._last_user.get(name) == task.layer:
+            is_last = self._last_user.get(name) == task.layer
+            if self._plan.problem.adds_replicas and name in self._last_user:
+                self._state.hand_over(name, last=is_last and task.chunk.index == 0)
+            elif is_last:
                 if task.group is self._pass.groups[-1]:
                     self._state.close_gradient(name)
                     continue
@@ -228,6 +231,12 @@ class ScheduleBuilder:
                 else:
                     _emit_share(stores, 1)
         return offloading
+
+    def _closes(self, task: Task) -> bool:
+        """Whether a backward's visit is the last to add to the block's gradient, in its group or of its replica."""
+        if self._plan.problem.adds_replicas:
+            return self._plan.begins_replica(task.chunk)
+        return task.chunk is task.group.chunks[0]
 
     def _offload_deadline(self, visit: int, name: str, visits: list[Task]) -> int:
         """The last visit in which a gradient may leave its slot: the next one, where there are slots for one that comes

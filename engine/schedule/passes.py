@@ -69,16 +69,18 @@ def training(
 
 def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
     last = len(plan.blocks) - 1
+    # Where replicas are added, each one's gradient is complete before the next one's begins.
+    parts = [list(part) for _, part in itertools.groupby(chunks[::-1], plan.replica)]
     visits: list[Visit] = [("forward", block, chunks) for block in range(last)]
     if plan.problem.scores:
         visits.append(("score", last, chunks))
     # The loss goes in backward's order: its last gradients are the first ones needed.
-    visits.append(("loss", last, chunks[::-1]))
+    visits += [("loss", last, part) for part in parts]
     for block in range(last - 1, -1, -1):
         if not plan.blocks[block].backward:
             break  # nothing is trained from here on down
         if block not in plan.recomputed:
-            visits.append(("backward", block, chunks[::-1]))
+            visits += [("backward", block, part) for part in parts]
             continue
         # One micro-batch at a time: its keys and values are in the window when its backward begins.
         for _, stream in itertools.groupby(chunks[::-1], attrgetter("micro_batch")):

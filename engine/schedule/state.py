@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from penstock.engine.plan.plan import BufferPlan, Plan
-from penstock.engine.plan.problem import FP32, POOLS
+from penstock.engine.plan.problem import FP32, POOLS, RING_PARTS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import WHOLE, Emitter, Slots
@@ -25,9 +26,17 @@ LEAST_PIECE_BYTES = 16 * 2**20
 class StateSchedule:
     """Emits the ops on flat buffers. What it returns are the resources that compute ops read and write."""
 
-    def __init__(self, plan: Plan, emitter: Emitter, behind_at: int | None) -> None:
+    def __init__(self, plan: Plan, emitter: Emitter, behind_at: int | None, rank: int) -> None:
         """`behind_at`: see ScheduleBuilder."""
-        self._plan, self._kinds = plan, plan.problem.state_kinds
+        self._plan, self._kinds, self._rank = plan, plan.problem.state_kinds, rank
+        self._ring_owners: deque[int] = deque(maxlen=RING_PARTS)
+        """Who adds each of the parts that were handed over last."""
+        self._handed_over = 0
+        """Parts of gradients that each rank has handed over so far."""
+        self._added: set[str] = set()
+        """Buffers whose gradient holds some of the step's replicas."""
+        self._updates = 0
+        """Updates of buffers so far that all ranks take part in."""
         self._emit_any = emitter.emit
         self._routed = {
             name: r.resource(r.RAM_ROUTED, plan.blocks[sender].name)
@@ -289,6 +298,55 @@ class StateSchedule:
         if slots[name] != WHOLE:
             self._gradients[buffer.pool].release(slots[name])
 
+    def hand_over(self, name: str, *, last: bool) -> None:
+        """The gradient of a replica of `name` is complete: it goes part by part through the ring to the ranks that own
+        the parts, which add it to those before it. `last`: with it the step's gradient is complete."""
+        buffer, emit = self._plan.buffers[name], self._emit
+        source, slots = self.gradient(name), {name: self.gradient_slot.pop(name)}
+        self._begun.discard(name)
+        new = name not in self._added
+        self._added.add(name)
+        for part in range(buffer.num_parts):
+            number, owner = self._handed_over, buffer.owner(part)
+            full = len(self._ring_owners) == RING_PARTS
+            place = {a.RING: number % RING_PARTS, a.SEQUENCE: number}
+            freed = {a.FREED_BY: self._ring_owners[0]} if full else {}
+            self._ring_owners.append(owner)
+            self._handed_over += 1
+            ring = r.resource(r.RAM_RING, place[a.RING])
+            self._move(a.HAND_OVER, buffer, part, [source], [ring], slots | place | freed, FP32)
+            if buffer.ranks > 1:
+                emit(a.SIGNAL_GRADIENT, name, part, reads=[ring], writes=[], slots=place)
+            if owner == self._rank:
+                self._add(buffer, part, ring, place, [a.FIRST] * new + [a.COMPLETES] * last)
+        if slots[name] != WHOLE:
+            self._gradients[buffer.pool].release(slots[name])
+        if last:
+            self._added.discard(name)
+
+    def _add(self, buffer: BufferPlan, part: int, ring: Resource, place: dict[str, int], flags: list[str]) -> None:
+        """Emit what adds a part of all ranks' replicas of a round to the gradient that waits."""
+        name = buffer.name
+        norms = [r.resource(r.RAM_NORMS)] if a.COMPLETES in flags else []
+        start, end = buffer.part(part)
+        nbytes = (end - start) * FP32
+        if buffer.gradient == "ram":
+            waiting = r.resource(r.RAM_GRADIENT, name)
+            self._emit_any(
+                a.ADD_GRADIENT, name, part, reads=[ring], writes=[waiting, *norms], slots=place, flags=flags, nbytes=nbytes
+            )
+            return
+        file, stage = r.resource(r.NVME_GRADIENT, name, part), self._part_stages.take((name, part))
+        staged = r.resource(r.RAM_PART_STAGE, stage)
+        slots = place | {a.STAGE: stage}
+        if a.FIRST not in flags:
+            self._move(a.READ_GRADIENT, buffer, part, [file], [staged], slots, FP32)
+        self._emit_any(
+            a.ADD_GRADIENT, name, part, reads=[ring], writes=[staged, *norms], slots=slots, flags=flags, nbytes=nbytes
+        )
+        self._move(a.WRITE_GRADIENT, buffer, part, [staged], [file], slots, FP32)
+        self._part_stages.release(stage)
+
     # ------------------------------------------------------------------ optimizer
 
     def update(self, name: str, *, write_through: bool, fetched: bool) -> list[Load]:
@@ -305,10 +363,12 @@ class StateSchedule:
         if name in self._lazy:
             due = self._behind_at if due is None and fetched else due
             fetched = False  # what is skipped is made in no stage
+        if buffer.ranks > 1:
+            fetched = False  # others make most of it
         left = [] if due is None else self._apply(buffer, due, fetched)
         step = self._newest
         if write_through and buffer.state != "nvme" and step is not None:
-            left += [partial(self._write_through, buffer, part, step) for part in range(buffer.num_parts)]
+            left += [partial(self._write_through, buffer, part, step) for part in buffer.owned(self._rank)]
         if buffer.state == "gpu" or buffer.weights == "ram" or not fetched:
             for emit in left:
                 emit()
@@ -337,12 +397,23 @@ class StateSchedule:
             writes: list[Resource] = [r.resource(r.GPU_STATE, name), r.resource(r.GPU_WEIGHTS, name)]
             return [partial(self._emit, a.UPDATE_ON_GPU, name, reads=reads, writes=writes, step=step)]
         onward = fetched or buffer.weights == "gpu"
-        result: list[Load] = [partial(self._update_part, buffer, i, step, onward) for i in range(buffer.num_updates)]
+        updates = range(buffer.num_updates) if buffer.ranks == 1 else buffer.owned(self._rank)
+        result: list[Load] = [partial(self._update_part, buffer, i, step, onward) for i in updates]
+        if buffer.ranks > 1:
+            self._updates += 1
+            result.append(partial(self._await_weights, buffer, self._updates, step))
         if fetched and buffer.weights == "nvme":
             pool = self._weights[buffer.pool]
             slot = self.weight_slot[name] = pool.take(self._content(name))
             result.append(partial(pool.release, slot, keep=True))
         return result
+
+    def _await_weights(self, buffer: BufferPlan, number: int, step: int) -> None:
+        """All ranks' parts of a buffer's weights are there from here on."""
+        parts = range(buffer.num_parts) if buffer.weights == "nvme" else ()
+        made = [r.resource(r.NVME_WEIGHTS, buffer.name, part) for part in parts]
+        made = made or [r.resource(r.RAM_WEIGHTS, buffer.name)]
+        self._emit(a.AWAIT_WEIGHTS, buffer.name, reads=[], writes=made, slots={a.SEQUENCE: number}, step=step)
 
     def _update_part(self, buffer: BufferPlan, part: int, step: int, onward: bool) -> None:
         """Emit update op number `part`: of one part, or of several that are in RAM and need no stage. `onward`: what is
@@ -411,7 +482,7 @@ class StateSchedule:
         awaited; no state is changed before clipping is known."""
         known = itertools.takewhile(lambda b: b.name not in self._lazy, self._plan.buffers.values())
         staged = [b for b in known if "nvme" in (b.state, b.gradient)]
-        parts = ((buffer, part) for buffer in staged for part in range(buffer.num_parts))
+        parts = ((buffer, part) for buffer in staged for part in buffer.owned(self._rank))
         for buffer, part in itertools.islice(parts, self._plan.state_stages):
             self._ahead[buffer.name, part] = self._read_state(buffer, part, step)
 

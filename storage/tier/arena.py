@@ -52,25 +52,26 @@ class CudaRegistrar:
 
 
 class HostArena:
-    """A private anonymous mapping of `capacity_bytes`, carved into slots, then pinned for the GPU by `pin`.
+    """A mapping of `capacity_bytes`, carved into slots, then pinned for the GPU by `pin`: private and anonymous, or
+    memory that processes share, each of which carves the same slots.
 
     Slots live as long as the arena. One costs its size rounded up to a page; torch's pinned allocator rounds up to a
     power of two. Nothing is resident before it is touched or pinned.
     """
 
-    def __init__(self, capacity_bytes: int, *, budget_bytes: int):
-        """Map the arena; BudgetError when `capacity_bytes` exceeds `budget_bytes`."""
+    def __init__(self, capacity_bytes: int, *, budget_bytes: int, memory: mmap.mmap | None = None):
+        """Map the arena, unless it is to be in `memory`; BudgetError when `capacity_bytes` exceeds `budget_bytes`."""
         if capacity_bytes > budget_bytes:
             raise BudgetError(
                 f"budgets.ram: pinned RAM needs {capacity_bytes:,} bytes and the budget is {budget_bytes:,}; "
                 "raise budgets.ram, or keep more blocks on NVMe"
             )
         assert capacity_bytes > 0, capacity_bytes
-        self.capacity_bytes = _page_up(capacity_bytes)
+        self.capacity_bytes = page_up(capacity_bytes)
         self.slots: dict[str, int] = {}
         self.used_bytes = 0
         """Bytes carved so far, page padding included."""
-        self._map = _map_memory(self.capacity_bytes)
+        self._map = memory or _map_memory(self.capacity_bytes)
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
         self._registrar: CudaRegistrar | None = None
         self._registered: list[int] = []
@@ -99,7 +100,7 @@ class HostArena:
                 f"host arena: slot '{name}' needs {nbytes:,} bytes and {free:,} of {self.capacity_bytes:,} are free; "
                 "raise budgets.ram"
             )
-        self.used_bytes += _page_up(nbytes)
+        self.used_bytes += page_up(nbytes)
         self.slots[name] = nbytes
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=nbytes)
 
@@ -114,7 +115,7 @@ class HostArena:
         base, total = self._bytes.data_ptr(), self.used_bytes
         try:
             with _paging(base, total, on_progress) as wait:
-                for offset, nbytes in cut_pieces([_page_up(nbytes) for nbytes in self.slots.values()]):
+                for offset, nbytes in cut_pieces([page_up(nbytes) for nbytes in self.slots.values()]):
                     wait(offset + nbytes)
                     code = self._registrar.register(base + offset, nbytes)
                     if code != 0:
@@ -129,7 +130,7 @@ class HostArena:
     def _make_ring(self, code: int, pinned_bytes: int) -> None:
         """Pieces for `copy`, in place of `pinned_bytes` that the driver has pinned before it refused the rest."""
         self._unpin()
-        piece_bytes = min(RING_PIECE_BYTES, _page_up(max(self.slots.values())))
+        piece_bytes = min(RING_PIECE_BYTES, page_up(max(self.slots.values())))
         try:
             self._ring = _Ring(piece_bytes), _Ring(piece_bytes)
         except RuntimeError as error:
@@ -148,14 +149,14 @@ class HostArena:
         """Copy to or from slots in the order of the calling thread's stream: copy_(non_blocking=True) where they are
         pinned. Through the ring the host's side of it is over when this returns; tensors are contiguous, of one dtype.
         """
-        if self._ring is not None and self._holds(target):
+        if self._ring is not None and self.holds(target):
             self._ring[1].to_host(_flat(target), _flat(source))
-        elif self._ring is not None and self._holds(source):
+        elif self._ring is not None and self.holds(source):
             self._ring[0].to_gpu(_flat(target), _flat(source))
         else:
             target.copy_(source, non_blocking=True)
 
-    def _holds(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
         assert self._bytes is not None, "the arena is closed"
         return 0 <= tensor.data_ptr() - self._bytes.data_ptr() < self.capacity_bytes
 
@@ -300,5 +301,5 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _page_up(nbytes: int) -> int:
+def page_up(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

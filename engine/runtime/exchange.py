@@ -1,0 +1,126 @@
+"""What ranks (engine/ranks) give each other during a step: gradients through rings, losses and norms, and word of what is done.
+
+All ranks emit the same ops on gradients and updates in the same order, so that a number says which part is meant, and
+no rank can wait for one that waits for it: of all ops that wait, the first in program order never has to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.runtime.memory import RamMemory
+from penstock.engine.schedule import actions as a
+from penstock.engine.schedule.ops import Op
+from penstock.storage.tier.layout import ALIGN_NUMEL
+from penstock.storage.tier.shared import Counters
+
+KINDS = ("handed over", "freed", "updated", "step", "committing", "opening", "beat")
+"""Of counters; each rank has one of each."""
+
+
+class Exchange:
+    """One rank's side of it; alone, it has nobody to wait for."""
+
+    def __init__(self, plan: Plan, rank: int, ram: RamMemory, counters: Counters | None) -> None:
+        """`counters`: of all ranks, KINDS times their number; None for the only one."""
+        self._plan, self.rank, self._ram, self._counters = plan, rank, ram, counters
+        self.count = plan.problem.ranks
+        self._met: Counter[str] = Counter()
+        self._first_part: dict[str, int] = {}
+        number = 0
+        for name, buffer in plan.buffers.items():
+            self._first_part[name] = number
+            number += 0 if buffer.frozen else buffer.num_parts
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.count) if rank != self.rank]
+
+    # ------------------------------------------------------------------ waiting
+
+    def _post(self, kind: str, value: int) -> None:
+        if self._counters is not None:
+            self._counters.post(KINDS.index(kind) * self.count + self.rank, value)
+
+    def _await(self, kind: str, rank: int, value: int) -> None:
+        if self._counters is not None and rank != self.rank:
+            self._counters.wait(KINDS.index(kind) * self.count + rank, value)
+
+    def meet(self, kind: str) -> None:
+        """Return once all ranks have called it as often; from one thread for each `kind`."""
+        self._met[kind] += 1
+        self._post(kind, self._met[kind])
+        for rank in self.others:
+            self._await(kind, rank, self._met[kind])
+
+    # ------------------------------------------------------------------ gradients
+
+    def ring(self, op: Op) -> Tensor:
+        """This rank's slot for a part, float32, once what was there before has been added."""
+        if a.FREED_BY in op.slots:
+            self._await("freed", op.slots[a.FREED_BY], op.slots[a.SEQUENCE] + 1 - len(self._ram.rings[self.rank]))
+        return self._slot(op, self.rank)
+
+    def signal(self, op: Op) -> None:
+        """The op's part is in this rank's ring."""
+        self._post("handed over", op.slots[a.SEQUENCE] + 1)
+
+    def parts(self, op: Op) -> Iterator[Tensor]:
+        """The op's part of every rank's gradient, float32, in descending order of replicas; it is free at the end."""
+        for rank in reversed(range(self.count)):
+            self._await("handed over", rank, op.slots[a.SEQUENCE] + 1)
+            yield self._slot(op, rank)
+        self._post("freed", op.slots[a.SEQUENCE] + 1)
+
+    def _slot(self, op: Op, rank: int) -> Tensor:
+        start, end = self._plan.buffers[op.block].part(op.index)
+        return self._ram.rings[rank][op.slots[a.RING]][: end - start]
+
+    def note_square(self, op: Op, gradient: Tensor) -> None:
+        """Note the squared norm of a part, float32, that is complete: of whole rows, each summed by one thread, and
+        then of all of them without rounding, so that it does not depend on how many threads there are."""
+        rows = torch.linalg.vector_norm(gradient.view(-1, ALIGN_NUMEL), dim=1, dtype=torch.float64)
+        self._ram.squares[self._first_part[op.block] + op.index] = math.fsum(rows.square().tolist())
+
+    # ------------------------------------------------------------------ the end of a step
+
+    def share(self, losses: Mapping[int, float]) -> tuple[list[float], list[float]]:
+        """The losses of a step's chunks by their number in the whole step, from those of this rank's chunks by index,
+        and the squared norms of its buffers; once all ranks have theirs."""
+        self._ram.losses[self._numbers(range(len(self._plan.chunks)))] = 0.0
+        for index, loss in losses.items():
+            self._ram.losses[self.number(self._plan.chunks[index])] = loss
+        self.meet("step")
+        squares = self._ram.squares.tolist()
+        of_buffer = [0.0] * len(self._plan.buffers)
+        for i, (name, buffer) in enumerate(self._plan.buffers.items()):
+            first = self._first_part[name]
+            if not buffer.frozen:
+                of_buffer[i] = math.fsum(squares[first : first + buffer.num_parts])
+        return self._ram.losses.tolist(), of_buffer
+
+    def _numbers(self, indices: range) -> list[int]:
+        return [self.number(self._plan.chunks[index]) for index in indices]
+
+    def number(self, chunk: Chunk) -> int:
+        """Where a chunk of this rank is among those of the whole step."""
+        return self._plan.window_chunks * self.micro_batch(chunk.micro_batch) + chunk.local
+
+    def micro_batch(self, local: int) -> int:
+        """Where a micro-batch of this rank is among those of the whole step."""
+        size = self._plan.problem.replica_micro_batches
+        return (local // size * self.count + self.rank) * size + local % size
+
+    # ------------------------------------------------------------------ weights
+
+    def await_weights(self, op: Op) -> None:
+        """This rank has updated its parts of a buffer; return when all have."""
+        self._post("updated", op.slots[a.SEQUENCE])
+        for rank in self.others:
+            self._await("updated", rank, op.slots[a.SEQUENCE])

@@ -1,0 +1,117 @@
+"""Memory that processes of one machine share, and counters in it by which they wait for each other.
+
+It is a memfd: a file without a name, so that nothing is left of it however its processes end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import threading
+from collections.abc import Callable
+
+import torch
+
+from penstock.storage.files.errors import BudgetError, UserError
+from penstock.storage.files.units import bytes_text
+
+LOOK_S = 0.2
+"""Between two looks of a process that waits at whether waiting is of any use."""
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+"""Number of the system call futex."""
+_WAIT, _WAKE = 0, 1
+
+
+class SharedMemory:
+    """`nbytes` of zeros at first, mapped by each of its processes. Close it."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Use `create` or `open`."""
+        self.fd, self.nbytes = fd, nbytes
+        self.map = mmap.mmap(fd, nbytes)
+        with contextlib.suppress(OSError):  # a kernel built without them
+            self.map.madvise(mmap.MADV_HUGEPAGE)
+
+    @staticmethod
+    def create(nbytes: int) -> SharedMemory:
+        """BudgetError where the machine has not so much memory."""
+        fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            return SharedMemory(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise BudgetError(
+                f"budgets.ram: {bytes_text(nbytes)} of memory that GPUs share cannot be had ({error.strerror}); lower "
+                "budgets.ram, or stop other programs"
+            ) from error
+
+    @property
+    def name(self) -> str:
+        """By which another process of the same user can open it while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    @staticmethod
+    def open(name: str, nbytes: int) -> SharedMemory:
+        try:
+            return SharedMemory(os.open(name, os.O_RDWR | os.O_CLOEXEC), nbytes)
+        except OSError as error:
+            raise UserError(
+                f"{name}: the memory that GPUs share cannot be opened ({error.strerror}); processes of one user must "
+                "be able to open each other's files there"
+            ) from error
+
+    def close(self) -> None:
+        """Views of it that live on stay valid; the memory is free with the last of them."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Counters:
+    """Counters in shared memory that only ever rise; each is written by one process. Any thread may use them."""
+
+    def __init__(self, memory: torch.Tensor, check: Callable[[], None]) -> None:
+        """`memory`: uint8, a multiple of eight bytes; `check` raises where there is nothing more to wait for."""
+        self._memory, self._check = memory, check
+        self._words = (ctypes.c_int64 * (memory.numel() // 8)).from_address(memory.data_ptr())
+        self._number = _FUTEX.get(platform.machine())
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._fence = threading.Lock()
+
+    def __getitem__(self, index: int) -> int:
+        value = int(self._words[index])
+        with self._fence:  # what is read from here on was written before the counter was
+            return value
+
+    def post(self, index: int, value: int) -> None:
+        """Set a counter and wake who waits for it; what was written before can be seen by then."""
+        with self._fence:
+            pass
+        self._words[index] = value
+        if self._number is not None:
+            self._call(self._number, self._address(index), _WAKE, 2**31 - 1, None, None, 0)
+
+    def wait(self, index: int, value: int) -> None:
+        """Return once a counter is no less than `value`; raises what `check` does."""
+        while (now := int(self._words[index])) < value:
+            self._check()
+            self._sleep(index, now)
+        with self._fence:
+            pass
+
+    def _sleep(self, index: int, seen: int) -> None:
+        """Return when the counter is no longer `seen`, or after LOOK_S, or for no reason."""
+        if self._number is None:
+            threading.Event().wait(0.001)
+            return
+        limit = (ctypes.c_long * 2)(0, int(LOOK_S * 1e9))
+        # The lower half of a word changes with it; all machines of the table are little-endian.
+        expected = ctypes.c_int32(seen & 0xFFFFFFFF)
+        self._call(self._number, self._address(index), _WAIT, expected, ctypes.byref(limit), None, 0)
+
+    def _address(self, index: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(ctypes.addressof(self._words) + 8 * index)
