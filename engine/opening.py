@@ -41,12 +41,13 @@ from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file, wr
 from penstock.engine.hf.quantised import open_checkpoint
 from penstock.engine.hf.stored import require_stored, with_scales
 from penstock.engine.image_check import check_images
+from penstock.engine.joining import Decisions
 from penstock.engine.kernels import KernelQuery, choose_kernels, kernel_query, kernel_record, report_kernels
 from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
 from penstock.engine.machine.device import compute_dtype, resolve_device, why_no_cuda
-from penstock.engine.machine.platforms import remarks
+from penstock.engine.machine.platforms import is_shared, remarks
 from penstock.engine.machine.precision import with_compute_dtype
 from penstock.engine.machine.presets import this_machine
 from penstock.engine.machine.probe_drives import with_measured_drives
@@ -60,6 +61,8 @@ from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import NO_VISION
 from penstock.engine.preparing import Checklist
+from penstock.engine.ranks.count import require_replicas
+from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.record import (
     recorded_kernels,
     recorded_of,
@@ -92,9 +95,16 @@ _LOOKED_AT = 5
 
 
 def open_session(
-    recipe: Recipe, *, run_dir: Path, observer: Observer, resume: bool, checkpoint: str | None = None
+    recipe: Recipe,
+    *,
+    run_dir: Path,
+    observer: Observer,
+    resume: bool,
+    checkpoint: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> Session:
-    """Prepare data, plan and state of a run up to the first step; with `checkpoint` a resumed run goes back to that."""
+    """Prepare data, plan and state of a run up to the first step; with `checkpoint` a resumed run goes back to that.
+    `ranks`: this process is the first of them."""
     device = resolve_device(recipe.train)
     recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
     train, budgets = recipe.train, recipe.budgets
@@ -106,6 +116,7 @@ def open_session(
             uploads = Uploads.begin(recipe, run_dir, recipe.storage.offsite, resume=resume)
     given, recipe = recipe, with_saved_inputs(recipe, run_dir)
     prepared, spec, new_rows = describe_run(recipe, run_dir, checklist)
+    require_replicas(recipe, spec)
     start = None if resume else adapter_start(recipe, spec, observer)
     if not resume:
         require_overrides(recipe, prepared.tokenizer.vocab_size if prepared.tokenizer else None)
@@ -150,22 +161,24 @@ def open_session(
             with checklist.step("opening the reward functions"):
                 rewards = undo.enter_context(Rewards(recipe.grpo, run_dir))
         reservation = undo.enter_context(Reservation(run_dir, device, observer, checklist))
-        limits = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
+        whole = run_budgets(budgets, device, drives, new=not going_on, others=reservation.others)
+        limits = whole.of_rank(ranks.count, shares_gpu=is_shared(device) and budgets.gpu is None)
         task = PlanRequest(
             spec=spec,
             recipe=recipe,
             budgets=limits,
             device_type=device.type,
+            ranks=ranks.count,
             prompt_tokens=None if prompts is None else tuple(map(len, prompts.ids)),
             vision=NO_VISION if vision is None else vision.space,
             longest_prompt=loader.longest_prompt if isinstance(loader, CompletionLoader) else None,
             reference_rows=loader.num_rows + (0 if validation is None else validation.num_rows),
         )
-        reservation.reserve(limits)
+        reservation.reserve(whole)
         task = task.grouped(machine, documents, filled)
         spec, recipe, train = task.spec, task.recipe, task.recipe.train
         least = task.settled().budgets
-        reservation.reserve(least)  # other processes may plan with the rest
+        reservation.reserve(least.of_all(ranks.count))  # other processes may plan with the rest
         on_drive = None if placement is None else placement.enter_drive
         if measures_drives:
             with checklist.step("measuring the drives"):
@@ -179,6 +192,7 @@ def open_session(
                 deterministic=train.deterministic,
                 num_drives=len(drives),
                 placement=placement,
+                ranks=ranks.count,
             )
             undo.callback(lanes.close)
             readers = _readers(recipe.storage, device, drives, on_drive)
@@ -187,7 +201,7 @@ def open_session(
         task = replace(
             task, device_reads=readers.device is not None, reader_bytes=readers.pinned_bytes(len(drives))
         ).settled()
-        reservation.reserve(task.budgets)
+        reservation.reserve(task.budgets.of_all(ranks.count))
         for tier, budget in zip(("gpu", "ram"), budgets.given(), strict=False):
             if budget == "least" or isinstance(budget, Share):
                 size = bytes_text(getattr(task.budgets, tier))
@@ -268,6 +282,22 @@ def open_session(
                     _choose_kernels(others, lanes, device, train, result.plan, None)
         reservation.settle(result.plan)
         _report_plan(observer, task, machine, result, calibration, batch, device)
+        kernels = kernel_record(device)
+        identity |= {"kernels": kernels, "graph_bytes": dict(task.graph_bytes or {})}
+        identity |= {} if constants_crc is None else {"constants": constants_crc}
+        compilation = Compilation(layers=compute.runner.compiled, optimizer=compute.optimizer.mode == "compiled")
+        ranks.of_first(
+            lambda: Decisions(
+                recipe=recipe,
+                spec=spec,
+                plan=result.plan,
+                identity=identity,
+                constants_crc=constants_crc,
+                compilation=compilation,
+                drives=store.drives_by_id,
+                kernels=kernels,
+            )
+        )
         session = Session(
             spec=spec,
             plan=result.plan,
@@ -276,9 +306,7 @@ def open_session(
             compute=compute,
             recipe=recipe,
             device=device,
-            identity=identity
-            | {"kernels": kernel_record(device), "graph_bytes": dict(task.graph_bytes or {})}
-            | ({} if constants_crc is None else {"constants": constants_crc}),
+            identity=identity,
             lanes=lanes,
             validation=validation,
             prompts=prompts,
@@ -288,6 +316,7 @@ def open_session(
             uploads=uploads,
             vision=vision,
             rewards=rewards,
+            ranks=ranks,
         )
         reservation.allocated()
         undo.pop_all()

@@ -34,17 +34,18 @@ from penstock.engine.objectives.base import find_objective
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.preparing import Checklist
+from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.rewards.rewards import Rewards
 from penstock.engine.runtime.batch import BatchCarrier, StepData
 from penstock.engine.runtime.compute import Compute
-from penstock.engine.runtime.exchange import Exchange
+from penstock.engine.runtime.exchange import KINDS, Committing, Exchange
 from penstock.engine.runtime.executor import GPU_LANES
 from penstock.engine.runtime.failures import explain
 from penstock.engine.runtime.guard import MemoryGuard
 from penstock.engine.runtime.handlers import Skipped
 from penstock.engine.runtime.health import LossSpikes, LossWatch
 from penstock.engine.runtime.lanes import Lanes
-from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram
+from penstock.engine.runtime.memory import GpuMemory, RamMemory, allocate_gpu, allocate_ram, shared_slots
 from penstock.engine.runtime.past import StateReader
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.runtime.state import load_memory, scratch_arrays
@@ -57,7 +58,9 @@ from penstock.storage.files.units import bytes_text
 from penstock.storage.generations.checkpoints import BEST, read_checkpoint, resolve_checkpoint
 from penstock.storage.generations.retention import Retention
 from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.arena import HostArena, page_up
 from penstock.storage.tier.drives import Traffic
+from penstock.storage.tier.shared import Counters, SharedMemory
 
 
 class Session:
@@ -83,12 +86,13 @@ class Session:
         uploads: Uploads | None = None,
         vision: Vision | None = None,
         rewards: Rewards | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`lanes`, `reservation`, `uploads` and `rewards` are closed with the session; whoever gets an error here
-        closes them."""
+        closes them. `ranks`: each has a session of the same plan."""
         checklist = checklist or Checklist()
         self.spec, self.plan, self.store, self.loader, self.recipe = spec, plan, store, loader, recipe
-        self.validation, self.prompts, self.device = validation, prompts, device
+        self.validation, self.prompts, self.device, self.ranks = validation, prompts, device, ranks
         train = recipe.train
         self._identity = identity | {
             "plan": {
@@ -152,29 +156,41 @@ class Session:
         with checklist.step("allocating memory"):
             give_back_memory()  # what compiling and timing the ops left
             store.add_scratch(scratch_arrays(plan))
-            store.reserve_spill(plan.spill_bytes)
+            store.reserve_spill(plan.spill_bytes * ranks.count)
             try:
                 self.gpu: GpuMemory = allocate_gpu(plan, device)
             except torch.OutOfMemoryError as error:
                 raise explain(error, None, plan) or error from error
-            self.ram: RamMemory = allocate_ram(plan)
+            counters: Counters | None = None
+            shared: HostArena | None = None
+            if ranks.count > 1:
+                own = {"counters": 8 * len(KINDS) * ranks.count, "checksums": 16 * max(1, store.num_parts())}
+                shared = _shared_arena(ranks, own | shared_slots(plan))
+                counters = Counters(shared.slot("counters", own["counters"]), ranks.check)
+                checksums = shared.slot("checksums", own["checksums"]).view(torch.int64).view(2, -1)
+            self.ram: RamMemory = allocate_ram(plan, ranks.rank, shared)
+            self.exchange = Exchange(plan, ranks.rank, self.ram, counters)
+            if ranks.count > 1:
+                store.share(Committing(self.exchange), checksums)
         if device.type == "cuda":
             near_gpu = nullcontext() if lanes.placement is None else lanes.placement.near_gpu()  # it touches all pages
             with checklist.step(f"pinning {self.ram.arena.used_bytes / 1e9:.3g} GB"), near_gpu:
                 self.ram.arena.pin(on_progress=lambda done, total: checklist.progress(done / total))
+                if shared is not None:
+                    shared.pin(on_progress=lambda done, total: checklist.progress(done / total))
         if vision is not None:
             with checklist.step("loading the vision tower"):
                 vision.open(device, compute.runner.dtype)
         with checklist.step("filling the tiers"):
             past = StateReader(store, spec, train).catch_up(plan.lazy)
-            load_memory(store, plan, self.gpu, self.ram)
+            load_memory(store, plan, self.gpu, self.ram, rank=ranks.rank)
+            ranks.meet()  # weights that others have read are there as well
         work = plan, compute.runner, compute.optimizer, store, self.gpu, self.ram
         self.objective = find_objective(recipe)
-        self.exchange = Exchange(plan, 0, self.ram, None)
         self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit, self.objective, self.exchange)
         if self.runtime.idle is not None:
             self.runtime.idle.resume(self.step, past)
-        self.builder = ScheduleBuilder(plan, behind_at=self.step if past.as_of else None)
+        self.builder = ScheduleBuilder(plan, behind_at=self.step if past.as_of else None, rank=ranks.rank)
         on_host = ("ram", "gpu") if device.type == "cpu" else ("ram",)
         guard = MemoryGuard(plan, sum(plan.tiers[tier].peak_bytes for tier in on_host))
         streams = GPU_LANES if device.type == "cuda" else frozenset[str]()
@@ -199,7 +215,7 @@ class Session:
         if self.uploads is not None:
             self.uploads.close(began=self.resumed or self.steps_reported > 0)
         self.store.close()
-        self.ram.arena.close()
+        self.ram.close()
         self._lanes.close()
         if self._reservation is not None:
             self._reservation.release()
@@ -246,9 +262,12 @@ class Session:
 
     def commit_due(self, step: int) -> bool:
         """Whether the generation after `step` is committed as the run goes on."""
-        if self.uploads is not None and self.uploads.due(step):
+        if self.recipe.storage.offsite is not None and self.ranks.of_first(lambda: self._upload_due(step)):
             return True
         return step > 0 and (step % self.recipe.storage.checkpoint_every == 0 or step in self._requested)
+
+    def _upload_due(self, step: int) -> bool:
+        return self.uploads is not None and self.uploads.due(step)
 
     def trained_tokens(self, data: StepData) -> int:
         """Tokens that a step trains on: those that carry a loss, but all of a reward model, where a text has one."""
@@ -263,6 +282,8 @@ class Session:
         if self.recipe.train.validate_every is not None:
             meta["validation"] = self._gains.to_json()
         self._records[self.step] = meta
+        if not self.ranks.first:  # the first one commits them
+            self._records = {self.step: meta}
         self._data = data
         self.remeasures = False
         self.runtime.begin(self.step, data)
@@ -270,6 +291,9 @@ class Session:
     def _commit(self, step: int) -> None:
         """Commit the generation of `step` and make the checkpoints due; on the lane that writes to NVMe, maybe some
         steps behind the main thread."""
+        if not self.ranks.first:
+            self.store.commit({})
+            return
         self._retention.before_commit(proved=int(self.store.meta["step"]) in self._proved)
         idle = self.runtime.idle
         self.store.commit(self._records[step] | ({} if idle is None else idle.record(step)))
@@ -371,7 +395,8 @@ class Session:
         gained = self._gains.take(metrics.step, metrics.value, measured_on, rises=rises)
         if gained and self.recipe.storage.keep_best:
             self.finish()
-            self._retention.keep_best()
+            if self.ranks.first:
+                self._retention.keep_best()
 
     @property
     def early_end(self) -> EarlyEnd | None:
@@ -402,6 +427,8 @@ class Session:
     def checkpoint_now(self, name: str) -> None:
         """Make a checkpoint of the committed generation of this step; only between `finish` and the next step."""
         ensure(not self.builder.uncommitted, "the step is not committed")
+        if not self.ranks.first:
+            return
         self.checkpoints.append((name, self.step, self._retention.checkpoint(step_name(name, self.step))))
 
     def finish(self) -> None:
@@ -425,6 +452,22 @@ class Session:
         before, self._traffic = self._traffic, self.store.traffic()
         moved = {str(folder): now - before.get(folder, Traffic()) for folder, now in self._traffic.items()}
         return {f: t.bytes_read for f, t in moved.items()}, {f: t.bytes_written for f, t in moved.items()}
+
+
+def _shared_arena(ranks: Ranks, slots: dict[str, int]) -> HostArena:
+    """Memory that all ranks share, with room for these slots."""
+    nbytes = sum(map(page_up, slots.values()))
+    made: list[SharedMemory] = []
+
+    def make() -> str:
+        made.append(SharedMemory.create(nbytes))
+        return made[0].name
+
+    name = ranks.of_first(make)
+    memory = made[0] if made else SharedMemory.open(name, nbytes)
+    ranks.meet()  # all have it, and no name is needed any more
+    memory.close()
+    return HostArena(nbytes, budget_bytes=nbytes, memory=memory.map)
 
 
 def run_identity(recipe: Recipe) -> dict[str, Any]:

@@ -15,11 +15,14 @@ from penstock.engine.config import Recipe
 from penstock.engine.events import WARMUP_STEPS, Observer, StepMetrics
 from penstock.engine.forecast.flops import model_flops
 from penstock.engine.gains import EarlyEnd
+from penstock.engine.joining import join_session
 from penstock.engine.machine.device import memory_use
 from penstock.engine.opening import open_session
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.preparing import Checklist
 from penstock.engine.progress import Live, memory_peaks
+from penstock.engine.ranks.observing import agreed
+from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.runtime.failures import DivergedError, explain
 from penstock.engine.schedule.ops import Op
 from penstock.engine.schedule.passes import training
@@ -99,12 +102,26 @@ def train_step(session: Session) -> StepMetrics:
 
 
 def train(
-    recipe: Recipe, *, run_dir: Path, observer: Observer, resume: bool, checkpoint: str | None = None
+    recipe: Recipe,
+    *,
+    run_dir: Path,
+    observer: Observer,
+    resume: bool,
+    checkpoint: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Train as the recipe says and commit the end; with `resume` from the run directory's last generation, or that of
-    `checkpoint`. Raises UserError for what the user can mend, before the first step where it can be known then."""
+    `checkpoint`. Each of its `ranks` calls it, with its own observer. Raises UserError for what the user can mend,
+    before the first step where it can be known then."""
     collects_garbage = gc.isenabled()
-    with open_session(recipe, run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint) as session:
+    observer = agreed(observer, ranks)
+    if ranks.first:
+        opened = open_session(
+            recipe, run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint, ranks=ranks
+        )
+    else:
+        opened = join_session(ranks, run_dir=run_dir, observer=observer)
+    with opened as session:
         try:
             result = _run(session, observer)
         except DivergedError as error:

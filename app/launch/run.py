@@ -43,6 +43,7 @@ from penstock.engine.events import (
     step_name,
 )
 from penstock.engine.preparing import Checklist
+from penstock.storage.files import child
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError, not_ours
 from penstock.storage.files.untrusted import shell
@@ -264,7 +265,7 @@ def run_training(
     again = f"continue with: {shell('penstock', 'resume', run.path)}"
 
     def work() -> tuple[TrainResult, str]:
-        result = _train(recipe, run.path, observer, resume, checkpoint)
+        result = _train(run, observer, resume, checkpoint)
         stopped = f"stopped after step {result.steps}; {again}"
         return result, stopped if result.stopped else f"finished after step {result.steps}"
 
@@ -311,7 +312,8 @@ def _require_newest(path: Path) -> None:
         )
 
 
-def _train(recipe: Recipe, path: Path, observer: RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
+def _train(run: RunDir, observer: RunObserver, resume: bool, checkpoint: str | None) -> TrainResult:
+    recipe, path = run.recipe, run.path
     from penstock.engine.data.corpus.prepare import cancel_text_ahead, prepare_text_ahead
 
     try:
@@ -324,9 +326,18 @@ def _train(recipe: Recipe, path: Path, observer: RunObserver, resume: bool, chec
 
                 compile_headers()
             with loading():
+                from penstock.engine.ranks.count import rank_count, with_replicas
+                from penstock.engine.ranks.processes import Processes
                 from penstock.engine.train import train
 
-        return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint)
+        count, visible = rank_count(recipe)
+        if count == 1:
+            return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint)
+        recipe = run.recipe = with_replicas(recipe, count)
+        observer.on_message(f"{count} {'GPUs' if visible else 'processes on the CPU'} train this run together")
+        with Processes(child.command("app.launch.rank"), count, visible) as ranks:
+            ranks.of_first(lambda: (recipe, path, resume))
+            return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint, ranks=ranks)
     finally:
         cancel_text_ahead()
 

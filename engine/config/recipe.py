@@ -209,7 +209,7 @@ def _trained(recipe: Recipe) -> dict[str, Any]:
 def given_fields(recipe: Recipe) -> dict[str, Any]:
     """Dotted field -> value of what decides what is trained on what, where it is not the default."""
     usual = _trained(Recipe(name="x"))
-    return {key: value for key, value in _trained(recipe).items() if value != usual[key]}
+    return {key: value for key, value in _trained(recipe).items() if value != usual[key] and key != "train.gpus"}
 
 
 def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

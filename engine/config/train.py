@@ -8,6 +8,7 @@ from typing import Literal
 
 from penstock.engine.config.values import (
     MOST_EXPERTS,
+    MOST_GPUS,
     MOST_SEQUENCES,
     MOST_STEPS,
     MOST_TOKENS,
@@ -121,6 +122,9 @@ class TrainConfig:
     before the first step shows that it saves time within this run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto uses CUDA if there is a GPU."""
+    gpus: int | None = None
+    """GPUs to use, each by a process of its own; without a GPU, as many processes on the CPU. It must divide
+    train.replicas. none: the most that do, of those that there are; one process on a CPU."""
     calibrate: bool = True
     """Time the ops of one block before the first step and plan again with the result."""
     deterministic: bool = False
@@ -135,6 +139,12 @@ class TrainConfig:
         require_counts("train", self, sequences, MOST_SEQUENCES)
         require_counts("train", self, ("chunk_tokens",), MOST_TOKENS)
         require_counts("train", self, ("expert_groups",), MOST_EXPERTS)
+        require_counts("train", self, ("gpus",), MOST_GPUS)
+        require(
+            None in (self.gpus, self.replicas) or self.replicas % self.gpus == 0,  # type: ignore[operator]
+            f"train.gpus: {self.gpus} GPUs cannot share {self.replicas} replicas (train.replicas) equally; use a "
+            f"divisor of {self.replicas}",
+        )
         for name in ("global_batch_size", "validation_sequences"):
             value = getattr(self, name)
             require(

@@ -103,6 +103,8 @@ def require_kinds(section: str, config: Any) -> None:
                 raise UserError(f"{section}.{item.name}: {one_line(repr(value))} must be {words}")
 
 
+MOST_GPUS = 64
+"""Of one machine."""
 MOST_EXPERTS = 2**16
 """Of a layer."""
 MOST_LAYERS = 4096

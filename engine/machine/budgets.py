@@ -56,6 +56,17 @@ class Budgets:
             changed["ram"] = self.shared - size
         return replace(self, **changed, why=self.why | {tier: why}, least=self.least - {tier})
 
+    def of_rank(self, count: int, *, shares_gpu: bool) -> Budgets:
+        """The share of one of `count` processes, which have the RAM in common; `shares_gpu`: and the memory that is the
+        gpu tier."""
+        shares = count if shares_gpu else 1
+        shared = None if self.shared is None else self.shared // count
+        return replace(self, ram=self.ram // count, gpu=self.gpu // shares, shared=shared)
+
+    def of_all(self, count: int) -> Budgets:
+        """What `count` processes with such a share have together, but for the GPUs, of which each has its own."""
+        return replace(self, ram=self.ram * count)
+
 
 @dataclass(frozen=True, slots=True)
 class Reserved:

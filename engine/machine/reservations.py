@@ -132,7 +132,7 @@ class Reservation:
 
     def settle(self, plan: Plan) -> None:
         """Reserve what the plan takes, and let others plan. Warns where it is more than what is left."""
-        ram, gpu = plan.tiers["ram"].peak_bytes, plan.tiers["gpu"].peak_bytes
+        ram, gpu = plan.tiers["ram"].peak_bytes * plan.problem.ranks, plan.tiers["gpu"].peak_bytes
         self._write(ram, gpu)
         if self._lock >= 0:
             os.ftruncate(self._lock, 0)

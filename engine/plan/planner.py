@@ -327,7 +327,7 @@ class _Planner(GpuPlacement):
             **({"reference weights": reference_bytes(p)} if p.references else {}),
             "weights": sum(_file_bytes(b, b.weight_bytes) for b in weights),
             "gradients": sum(_file_bytes(b, p.gradient_bytes) for b in buffers.values() if b.gradient == "nvme"),
-            "spilled activations": sum(self.saved_bytes(*key) for key in spilled),
+            "spilled activations": p.ranks * sum(self.saved_bytes(*key) for key in spilled),
         }
         need = sum(parts.values())
         if p.nvme_budget is not None and need > p.nvme_budget:

@@ -80,6 +80,7 @@ class StepData(Batch):
     whole: Sequence[MicroBatch]
     """All micro-batches of the step, of which `micro_batches` are those of this rank; loss, targets and weights are of
     all of them."""
+
     @property
     def num_trained(self) -> int:
         return self.num_targets - sum(m.num_compared for m in self.whole)
@@ -152,7 +153,13 @@ class BatchCarrier:
     stream of its own, for which the caller waits, and no lane. A step's device memory is freed with its last tensor."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], device: torch.device, *, compiled: bool = False, sequences: int = 0, apart: int = 0
+        self,
+        chunks: Sequence[Chunk],
+        device: torch.device,
+        *,
+        compiled: bool = False,
+        sequences: int = 0,
+        apart: int = 0,
     ) -> None:
         """`chunks`: the plan's; `sequences`: of samples, at most; `apart`: PlanInput.apart."""
         self._chunks, self._device, self._multiple, self._apart = chunks, device, 1, apart

@@ -175,10 +175,10 @@ class BlockOps:
         of_chunk = losses.tolist()
         data.chunk_losses = {index: of_chunk[index] for index in data.cut}
         total = float(losses[list(data.cut)].sum())
-        if self._views.plan.problem.adds_replicas:
-            if first_not_finite(self._views.plan, losses, torch.zeros(0), marks) is None:
-                of_step, of_buffers = self._exchange.share(data.chunk_losses)
-                squares, total = torch.tensor(of_buffers, dtype=torch.float64), math.fsum(of_step)
+        plan = self._views.plan
+        if plan.problem.adds_replicas and first_not_finite(plan, losses, torch.zeros(0), marks) is None:
+            of_step, of_buffers = self._exchange.share(data.chunk_losses)
+            squares, total = torch.tensor(of_buffers, dtype=torch.float64), math.fsum(of_step)
         if (culprit := first_not_finite(self._views.plan, losses, squares, marks)) is not None:
             raise DivergedError(f"step {op.step}: {culprit} is not finite")
         if self._coefficients is None:

@@ -1,4 +1,5 @@
-"""What ranks (engine/ranks) give each other during a step: gradients through rings, losses and norms, and word of what is done.
+"""What ranks (engine/ranks) give each other during a step: gradients through rings, losses, norms, and word of what
+is done.
 
 All ranks emit the same ops on gradients and updates in the same order, so that a number says which part is meant, and
 no rank can wait for one that waits for it: of all ops that wait, the first in program order never has to.
@@ -20,7 +21,7 @@ from penstock.engine.schedule.ops import Op
 from penstock.storage.tier.layout import ALIGN_NUMEL
 from penstock.storage.tier.shared import Counters
 
-KINDS = ("handed over", "freed", "updated", "step", "committing", "opening", "beat")
+KINDS = ("handed over", "freed", "updated", "step", "committing")
 """Of counters; each rank has one of each."""
 
 
@@ -124,3 +125,13 @@ class Exchange:
         self._post("updated", op.slots[a.SEQUENCE])
         for rank in self.others:
             self._await("updated", rank, op.slots[a.SEQUENCE])
+
+
+class Committing:
+    """The ranks as those who write one store together (storage/generations/members.py)."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def agree(self) -> None:
+        self._exchange.meet("committing")

@@ -46,12 +46,15 @@ class Lanes:
         deterministic: bool = False,
         num_drives: int = 1,
         placement: Placement | None = None,
+        ranks: int = 1,
     ) -> Lanes:
         """Set torch up (see engine.machine.device.configure, whose errors these are) and start the lanes' threads.
-        `compiled`: layers will be. `placement`: which cores the lanes have; None leaves them all of the process's."""
+        `compiled`: layers will be. `placement`: which cores the lanes have; None leaves them all of the process's.
+        `ranks`: processes of the run, which share the cores."""
         settings = configure(device, gpu_budget_bytes, deterministic=deterministic)
         try:
-            if (cpus := usable_cpus()) < torch.get_num_threads():  # of a container that sees more CPUs than it may use
+            # Of a container that sees more CPUs than it may use, or shared with other ranks.
+            if (cpus := max(1, usable_cpus() // ranks)) < torch.get_num_threads():
                 settings.call(torch.set_num_threads, torch.get_num_threads(), cpus)
             settings.call(sys.setswitchinterval, sys.getswitchinterval(), SWITCH_INTERVAL_S)
             if compiled:

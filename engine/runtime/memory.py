@@ -109,6 +109,11 @@ class RamMemory:
     activation_stages: list[Tensor] = field(default_factory=list)
     """One saved activation on its way to or from NVMe, uint8."""
 
+    def close(self) -> None:
+        self.arena.close()
+        if self.shared is not None:
+            self.shared.close()
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """As HostArena.copy, of slots of either arena."""
         shared = self.shared

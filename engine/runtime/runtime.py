@@ -14,9 +14,9 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.objectives.base import OBJECTIVES, Objective
 from penstock.engine.optim.base import Optimizer
 from penstock.engine.plan.plan import Plan
-from penstock.engine.runtime.exchange import Exchange
 from penstock.engine.runtime.batch import EvaluationData, SampleData, StepData
 from penstock.engine.runtime.block_ops import BlockOps
+from penstock.engine.runtime.exchange import Exchange
 from penstock.engine.runtime.handlers import SKIPPED, Skipped, handlers_of
 from penstock.engine.runtime.idle import Idle
 from penstock.engine.runtime.layer_ops import BranchOps, LayerOps

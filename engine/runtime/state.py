@@ -114,14 +114,17 @@ def load_memory(
     gpu: GpuMemory,
     ram: RamMemory,
     there: Container[str] = (),
+    rank: int = 0,
 ) -> None:
     """Bring the committed generation to where the plan wants it: resident state, and weights on every tier. What lives
-    in RAM is read there; the rest passes through the plan's part stages. `there`: buffers that are there already."""
+    in RAM is read there; the rest passes through the plan's part stages. `there`: buffers that are there already;
+    `rank`: whose parts of it."""
     loading = _Loading(cast(NvmeStore, store), plan, gpu, ram)
     buffers = [buffer for buffer in plan.buffers.values() if buffer.name not in there]
     total, requested = sum(buffer.numel for buffer in buffers), 0
     for buffer in buffers:
-        for part in range(buffer.num_parts):
+        on_each_gpu = buffer.frozen and buffer.weights == "gpu"
+        for part in range(buffer.num_parts) if on_each_gpu else buffer.owned(rank):
             if buffer.frozen:
                 loading.frozen(buffer, part)
             elif buffer.state == "ram":
@@ -151,7 +154,7 @@ class _Loading:
         """State in RAM, and the weights that follow from it."""
         start, end = buffer.part(part)
         memory = self._ram.buffers[buffer.name]
-        targets = {kind: memory[kind][start:end] for kind in self._kinds}
+        targets = {kind: memory[kind][buffer.kept(start, end)] for kind in self._kinds}
         self._read(buffer, part, targets, lambda: self._weights(buffer, part, targets[MASTER]), _PARTS_AT_ONCE)
 
     def through_stages(self, buffer: BufferPlan, part: int) -> None:

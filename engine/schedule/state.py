@@ -333,7 +333,14 @@ class StateSchedule:
         if buffer.gradient == "ram":
             waiting = r.resource(r.RAM_GRADIENT, name)
             self._emit_any(
-                a.ADD_GRADIENT, name, part, reads=[ring], writes=[waiting, *norms], slots=place, flags=flags, nbytes=nbytes
+                a.ADD_GRADIENT,
+                name,
+                part,
+                reads=[ring],
+                writes=[waiting, *norms],
+                slots=place,
+                flags=flags,
+                nbytes=nbytes,
             )
             return
         file, stage = r.resource(r.NVME_GRADIENT, name, part), self._part_stages.take((name, part))

@@ -26,6 +26,7 @@ from penstock.storage.files.disk import fsync_dir, fsync_file, prepare_file, pub
 from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.files.units import Report, no_report
 from penstock.storage.generations import checkpoints, ownership
+from penstock.storage.generations.members import Members, SharedChecksums
 from penstock.storage.generations.tidy import sweep, tidy
 from penstock.storage.tier import chunk, manifest
 from penstock.storage.tier.arena import empty_aligned
@@ -55,6 +56,8 @@ class NvmeStore:
         self._readers = readers or Readers(DirectReader(), None)
         self.spilled = Spill(self._drives)
         """Activations that do not fit RAM."""
+        self._owner = True
+        """Whether this process holds the drives, makes their folders and tidies them."""
         self._arrays: dict[tuple[str, str], Array] = {}
         for spec, stored in current.arrays.items():
             array = self._add(spec)
@@ -65,6 +68,9 @@ class NvmeStore:
         self._reading: Counter[Path] = Counter()
         self._writing: dict[Path, Array] = {}
         self._committing = False
+        self._unsynced: set[tuple[Array, int]] = set()
+        """Parts that this process has written since the last commit."""
+        self._members: Members | None = None
         self._broken = ""  # why nothing more may be written
         self._closed = False
 
@@ -170,15 +176,56 @@ class NvmeStore:
             stack.pop_all()  # held until `close`
         return store
 
+    @staticmethod
+    def join(
+        root: Path,
+        drives: Mapping[str, Path],
+        active: Sequence[str],
+        rank: int,
+        *,
+        readers: Readers | None = None,
+        on_thread_start: OnThreadStart | None = None,
+    ) -> NvmeStore:
+        """The store that another process holds open, for a process that works with it: see `share`. `drives`, `active`:
+        as the other's `drives_by_id` says; `rank`: above 0."""
+        root, current = Path(root).expanduser().absolute(), Manifest.read(root)
+        chosen = DriveSet(root, current.store, Locks(), drives, active, writable=True, on_thread_start=on_thread_start)
+        store = NvmeStore(chosen, current, None, readers)
+        store.spilled, store._owner = Spill(chosen, rank), False
+        return store
+
+    @property
+    def drives_by_id(self) -> tuple[dict[str, Path], list[str]]:
+        """Id -> folder of all drives, and the ids of those that are written to, in striping order."""
+        return {drive.id: drive.folder for drive in self._drives}, [drive.id for drive in self._drives.active]
+
+    def num_parts(self) -> int:
+        """Of all arrays, scratch included."""
+        return sum(len(array.parts) for array in self._arrays.values())
+
+    def share(self, members: Members, table: torch.Tensor) -> None:
+        """From here on `members` write it together, each parts of its own, and commit together. `table`: int64 [2,
+        `num_parts`], zeros in memory that they share, with the same arrays in each process. Nobody writes meanwhile."""
+        self._members, first = members, 0
+        for array in self._arrays.values():
+            shared = SharedChecksums(table[:, first : first + len(array.parts)])
+            first += len(array.parts)
+            shared.update(array.written)
+            array.written = shared
+
     def add_scratch(self, arrays: Sequence[ArraySpec]) -> None:
         """Add arrays of no generation: one slot, never synced, wiped on open. UserError when out of room."""
+        if not self._owner:
+            for spec in arrays:
+                self._add(spec, scratch=True)
+            return
         added = [Array(spec, 0, self._drives.active, scratch=True) for spec in arrays]
         self._capacity.require_new(added, self._arrays.values(), "scratch space")
         make_folders([self._add(spec, scratch=True) for spec in arrays], self._drives.active)
 
     def reserve_spill(self, num_bytes: int) -> None:
         """Reserve `num_bytes` for spilled activations, over all drives. UserError when out of room."""
-        if num_bytes:
+        if num_bytes and self._owner:
             self._capacity.reserve_spill(num_bytes, self._arrays.values())
 
     @property
@@ -274,6 +321,8 @@ class NvmeStore:
                     array.written.pop(part, None)
                     if crc is not None:
                         array.written[part] = crc
+                        if not array.scratch:
+                            self._unsynced.add((array, part))
             drive.count(written=array.form.file_bytes)
 
         return drive.writers.submit(work)
@@ -286,22 +335,40 @@ class NvmeStore:
         """
         with self._lock:
             ensure(not self._committing, "two commits at once")
-            for array in self._committable():
-                missing = set(range(len(array.parts))) - array.written.keys()
-                needed = array.written or array.slot is None
-                ensure(not (needed and missing), f"commit: {array.name} lacks parts {sorted(missing)[:8]}")
+            if self._members is None:
+                self._require_whole()
             pending = [path for path, array in self._writing.items() if not array.scratch]
             ensure(not pending, f"commit while {pending[:1]} is written")
             self._committing = True
         try:
             with self._exclusive:
                 self._require_sound()
-                dirty = [array for array in self._committable() if array.written]
-                self._sync([array.next(part) for array in dirty for part in array.written])
-                self._publish({array.spec: array.stored() for array in self._committable()}, meta)
+                self._sync([array.next(part) for array, part in self._unsynced])
+                self._agree()  # all of it is durable
+                if self._owner:
+                    self._require_whole()
+                    for array in self._committable():
+                        if isinstance(array.written, SharedChecksums):
+                            array.written.forget()
+                    self._publish({array.spec: array.stored() for array in self._committable()}, meta)
+                    self._agree()
+                else:
+                    self._agree()
+                    self._adopt(Manifest.read(self.root))
+                self._unsynced.clear()
         finally:
             self._committing = False
         return self.generation
+
+    def _agree(self) -> None:
+        if self._members is not None:
+            self._members.agree()
+
+    def _require_whole(self) -> None:
+        for array in self._committable():
+            missing = set(range(len(array.parts))) - array.written.keys()
+            needed = array.written or array.slot is None
+            ensure(not (needed and missing), f"commit: {array.name} lacks parts {sorted(missing)[:8]}")
 
     def verify(self, report: Report = no_report) -> int:
         """Read and check all of the committed generation (`scrub`); returns the bytes read. UserError."""
@@ -340,6 +407,7 @@ class NvmeStore:
             with self._lock:
                 for array in arrays.values():
                     array.written.clear()
+                self._unsynced.clear()
             stored, chunks = checkpoints.link_restored(name, saved, self._drives, arrays)
             self._sync(chunks)
             self._publish(stored, saved.meta)
@@ -357,7 +425,7 @@ class NvmeStore:
         """Wait for operations in flight and let the folders go. What was not committed is lost, as after a crash."""
         for drive in self._drives:
             drive.close()
-            if not self._closed and self._drives.writable:
+            if not self._closed and self._drives.writable and self._owner:
                 shutil.rmtree(drive.folder / SCRATCH, ignore_errors=True)
         self._closed = True
         self._drives.locks.release()
@@ -415,15 +483,20 @@ class NvmeStore:
                 # Either generation may be the one on disk: its chunk files must not be written any more.
                 self._broken = "the manifest could not be replaced"
                 raise
+        moved = self._adopt(successor)
+        successor.back_up({self.root, *(drive.folder for drive in self._drives)})
+        tidy(self.root, self._drives, self._arrays.values(), moved, successor)
+
+    def _adopt(self, current: Manifest) -> list[Array]:
+        """Take a manifest that has been published for the committed one; arrays that were on other drives before."""
         moved = []
         with self._lock:
             for array in self._committable():
-                stored = arrays[array.spec]
+                stored = current.arrays[array.spec]
                 layout = tuple(self._drives.by_id[id] for id in stored.drives)
                 if layout != array.layout and array.layout:
                     moved.append(array)
                 array.slot, array.layout, array.crcs = stored.slot, layout, stored.crcs
                 array.written.clear()
-            self._manifest = successor
-        successor.back_up({self.root, *(drive.folder for drive in self._drives)})
-        tidy(self.root, self._drives, self._arrays.values(), moved, successor)
+            self._manifest = current
+        return moved

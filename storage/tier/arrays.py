@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Array:
     """Drives of the committed slot, in striping order."""
     crcs: tuple[int, ...] = ()
     """CRC-32C of the committed parts."""
-    written: dict[int, int] = field(default_factory=dict)
+    written: MutableMapping[int, int] = field(default_factory=dict)
     """CRC-32C of the parts of the next slot written since the last commit."""
     form: ChunkFormat = field(init=False)
     parts: list[tuple[int, int]] = field(init=False)

@@ -1,6 +1,6 @@
 """Activations that do not fit RAM: chunk files that are written once, read once, in no generation and never synced.
 
-    DRIVE/scratch/spill/KEY
+    DRIVE/scratch/spill/KEY     (spill1 and so on: of another process that trains the same run)
 
 The checksum stays in memory: a file that outlives its process is useless and is removed on opening.
 """
@@ -24,7 +24,7 @@ from penstock.storage.files.model_folder import is_plain_name
 from penstock.storage.tier.chunk import ChunkError, ChunkFormat, read_chunk, write_chunk
 from penstock.storage.tier.drives import SCRATCH, Drive, DriveSet
 
-_FOLDER = "spill"
+_FOLDER = "spill{}"
 
 
 @dataclass(slots=True)
@@ -39,8 +39,9 @@ class _Entry:
 class Spill:
     """Byte strings by key on the drives, round robin. Every method may be called from any thread."""
 
-    def __init__(self, drives: DriveSet) -> None:
-        self._drives = drives
+    def __init__(self, drives: DriveSet, rank: int = 0) -> None:
+        """`rank`: of this process, of those that write to the drives together."""
+        self._drives, self._folder = drives, _FOLDER.format(rank or "")
         self._entries: dict[str, _Entry] = {}
         self._count = itertools.count()
         self._lock = threading.Lock()
@@ -49,7 +50,7 @@ class Spill:
         """Most that was on the drives at once."""
 
     def folders(self) -> set[Path]:
-        return {drive.folder / SCRATCH / _FOLDER for drive in tuple(self._drives)}
+        return {drive.folder / SCRATCH / self._folder for drive in tuple(self._drives)}
 
     def write(self, key: str, src: torch.Tensor) -> Future[None]:
         """Write `src`, uint8 [n] on the CPU, which must not change until the future is done; not synced.
@@ -59,7 +60,7 @@ class Spill:
         ensure(is_plain_name(key), key)
         data = _bytes(src)
         drive = self._drives.active[next(self._count) % len(self._drives.active)]
-        entry = _Entry(drive, drive.folder / SCRATCH / _FOLDER / key, ChunkFormat(src.numel()))
+        entry = _Entry(drive, drive.folder / SCRATCH / self._folder / key, ChunkFormat(src.numel()))
         with self._lock:
             ensure(key not in self._entries, f"{key} is spilled twice")
             self._entries[key] = entry

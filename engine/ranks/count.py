@@ -1,0 +1,79 @@
+"""How many ranks a run has, and what they cannot do yet."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from penstock.engine.config import Recipe
+from penstock.engine.machine.device import resolve_device
+from penstock.engine.model.spec import ModelSpec
+from penstock.engine.objectives.base import find_objective
+from penstock.storage.files.errors import UserError
+
+
+class RankCount(NamedTuple):
+    count: int
+    visible: list[str] | None
+    """CUDA_VISIBLE_DEVICES of each; None: they compute on the CPU."""
+
+
+def rank_count(recipe: Recipe) -> RankCount:
+    """As train.gpus says, else as many GPUs as there are and train.replicas or the batch can be divided among. Raises
+    UserError for more than there are."""
+    train, wanted = recipe.train, recipe.train.gpus
+    if train.device == "cpu" or not torch.cuda.is_available():
+        resolve_device(train)  # which says what is wrong where it is to be a GPU
+        return RankCount(wanted or 1, None)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = [str(i) for i in range(torch.cuda.device_count())] if given is None else given.split(",")
+    if wanted is not None and wanted > len(there):
+        raise UserError(
+            f"train.gpus: {wanted} GPUs are wanted and this machine has {len(there)}; set train.gpus to what there is"
+            f"{', a divisor of train.replicas' if train.replicas else ''}: the run has the same bits on any number"
+        )
+    parts = train.replicas or train.global_batch_size // train.micro_batch_size
+    able = len(there) if why_not(recipe) is None else 1
+    count = wanted or max(n for n in range(1, able + 1) if parts % n == 0)
+    return RankCount(count, there[:count])
+
+
+def with_replicas(recipe: Recipe, count: int) -> Recipe:
+    """The recipe of a run on `count` ranks: as many replicas, unless it says how many. Raises UserError."""
+    if count == 1 or recipe.train.replicas is not None:
+        return recipe
+    try:
+        return replace(recipe, train=replace(recipe.train, replicas=count))
+    except ValueError as error:
+        raise UserError(
+            f"train.gpus: {count} GPUs share a step's sequences: {error}; or use fewer GPUs (train.gpus)"
+        ) from error
+
+
+def why_not(recipe: Recipe, spec: ModelSpec | None = None) -> str | None:
+    """Why a run cannot have several replicas, in words that follow "train.replicas: "; None: it can."""
+    train = recipe.train
+    if find_objective(recipe).whole_sequences:
+        return f"train.objective={train.objective} compares sequences of a whole step"
+    if train.gradient_dtype != "float32":
+        return "gradients are added in float32; leave train.gradient_dtype out"
+    if train.skip_idle_experts:
+        return "train.skip_idle_experts skips what no token of one GPU is sent to"
+    if spec is not None and spec.vision is not None:
+        return "the vision tower is trained on one GPU (model.train_vision)"
+    if spec is not None and spec.balances_routers(train.router_aux_loss):
+        return "the routers' balance is one loss over all of a step's tokens (train.router_aux_loss=0 turns it off)"
+    return None
+
+
+def require_replicas(recipe: Recipe, spec: ModelSpec) -> None:
+    """Raise UserError where the recipe has several replicas and cannot."""
+    reason = why_not(recipe, spec) if (recipe.train.replicas or 1) > 1 else None
+    if reason is not None:
+        raise UserError(
+            f"train.replicas: {recipe.train.replicas} replicas are not possible: {reason}; or use one GPU "
+            "with train.gpus=1 and train.replicas=1"
+        )
