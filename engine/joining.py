@@ -47,7 +47,7 @@ class Decisions:
 
 def join_session(ranks: Ranks, *, run_dir: Path, observer: Observer) -> Session:
     """The session of a rank that is not the first, once that has made its decisions."""
-    decided: Decisions = ranks.of_first(lambda: None)  # type: ignore[arg-type, return-value]
+    decided: Decisions = ranks.hear()
     recipe, spec, plan, train = decided.recipe, decided.spec, decided.plan, decided.recipe.train
     device = resolve_device(train)
     prepared = describe_run(recipe, run_dir, Checklist(observer)).data

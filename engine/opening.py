@@ -286,8 +286,8 @@ def open_session(
         identity |= {"kernels": kernels, "graph_bytes": dict(task.graph_bytes or {})}
         identity |= {} if constants_crc is None else {"constants": constants_crc}
         compilation = Compilation(layers=compute.runner.compiled, optimizer=compute.optimizer.mode == "compiled")
-        ranks.of_first(
-            lambda: Decisions(
+        ranks.tell(
+            Decisions(
                 recipe=recipe,
                 spec=spec,
                 plan=result.plan,

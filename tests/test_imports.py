@@ -22,7 +22,7 @@ FLOORS = {
 GROUND = ["config", "events", "clock", "preparing"]
 """Modules of the engine below its rooms, and the recipe's; its other modules are above them all."""
 ROOMS = ["branches", "plan", "attention", "optim", "objectives", "schedule", "model"]
-ROOMS += ["machine", "rewards", "data", "hf", "forecast", "generate", "runtime"]
+ROOMS += ["machine", "ranks", "rewards", "data", "hf", "forecast", "generate", "runtime"]
 """From the ground up; a room imports itself and those before it."""
 DATA = ["files", "text", "needles", "formats", "corpus"]
 """Rooms of engine/data from the ground up, above its samples and position; its other modules are above them."""

@@ -28,7 +28,7 @@ def main() -> int:
 
     try:
         ranks = join()
-        recipe, run_dir, resume = ranks.of_first(lambda: None)  # type: ignore[misc]
+        recipe, run_dir, resume = ranks.hear()
         train(recipe, run_dir=run_dir, observer=_Quiet(), resume=resume, ranks=ranks)  # type: ignore[abstract]
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

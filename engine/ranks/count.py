@@ -16,7 +16,7 @@ from penstock.storage.files.errors import UserError
 
 
 class RankCount(NamedTuple):
-    count: int
+    ranks: int
     visible: list[str] | None
     """CUDA_VISIBLE_DEVICES of each; None: they compute on the CPU."""
 

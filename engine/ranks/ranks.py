@@ -7,7 +7,7 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from penstock.storage.files.errors import UserError
 
@@ -39,14 +39,19 @@ class Ranks:
 
     def of_first(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, on every rank."""
-        if self.count == 1:
-            return make()
-        key = self._key()
-        if self.first:
-            value = make()
-            self._set(key, value)
-            return value
-        return self._get(key, self.count - 1)  # type: ignore[no-any-return]
+        if not self.first:
+            return cast(T, self.hear())
+        value = make()
+        self.tell(value)
+        return value
+
+    def tell(self, value: object) -> None:
+        """On rank 0, what the others `hear`."""
+        if self.count > 1:
+            self._set(self._key(), value)
+
+    def hear(self) -> Any:
+        return self._get(self._key(), self.count - 1)
 
     def all_of(self, value: T) -> list[T]:
         """The value of every rank, by rank."""
@@ -66,7 +71,7 @@ class Ranks:
 
     def _set(self, key: str, value: Any) -> None:
         assert self._store is not None
-        self._store.set(key, pickle.dumps(value))
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken as they are
 
     def _get(self, key: str, readers: int) -> Any:
         """A value, which is forgotten once so many ranks have read it."""

@@ -46,6 +46,7 @@ from penstock.engine.model.groups import cut
 from penstock.engine.model.spec import ModelSpec, layouts
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
+from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.runtime.compute import Compute
 from penstock.engine.runtime.lanes import Lanes
 from penstock.engine.runtime.past import StateReader
@@ -204,12 +205,13 @@ def plan_of(
     device_reads: bool = True,
     prompt_tokens: tuple[int, ...] | None = None,
     graph_bytes: Mapping[str, int] | None = None,
+    ranks: int = 1,
     **chosen: Any,
 ) -> Plan:
     """The plan within budgets, of which FLOOR takes the least that is accepted; `chosen`: of PlanOptions."""
     sizes = {tier: 1 if size == FLOOR else parse_bytes(size, tier) for tier, size in (("gpu", gpu), ("ram", ram))}
     asked: dict[str, Any] = {"spec": spec, "recipe": recipe, "device_type": "cpu", "device_reads": device_reads}
-    asked |= {"prompt_tokens": prompt_tokens, "graph_bytes": graph_bytes}
+    asked |= {"prompt_tokens": prompt_tokens, "graph_bytes": graph_bytes, "ranks": ranks}
     for _ in range(5):
         task = PlanRequest(budgets=Budgets(sizes["gpu"], sizes["ram"], None, {}), **asked)
         chunk = task.chunks[-1]
@@ -247,14 +249,20 @@ def session(
     samples: SamplesConfig | None = None,
     adapter: AdapterConfig | None = None,
     preference: PreferenceConfig | None = None,
+    ranks: Ranks = ALONE,
     **planned: Any,
 ) -> Session:
-    """A session at the last generation in `folder`, or at a new first one; `planned`: of `plan_of`."""
+    """A session at the last generation in `folder`, or at a new first one; `planned`: of `plan_of`. Each of `ranks`
+    makes one, in a thread or a process of its own."""
     sections = {"model": m or model(), "data": d or data(), "train": t or training(), "storage": s or storage()}
     run = recipe(**sections, samples=samples or SamplesConfig(), adapter=adapter or AdapterConfig())
     run.preference = preference or PreferenceConfig()
     train = run.train
+    if not ranks.first:
+        ranks.hear()  # that the data are there
     prepared = prepare_data(run, folder / "data")
+    if ranks.first:
+        ranks.tell(None)
     corpus = prepared.corpus
     vocabulary = run.model.vocab_size if prepared.tokenizer is None else prepared.tokenizer.vocab_size
     config = model_config(run, vocabulary)
@@ -263,11 +271,15 @@ def session(
     lengths = None if prompts is None else tuple(map(len, prompts.ids))
     readers = select_readers("auto", device, drives or [folder])
     reads = device_reads and readers.device is not None
-    plan = plan_of(spec, run, gpu, ram, device_reads=reads, prompt_tokens=lengths, **planned)
+    planned |= {"device_reads": reads, "prompt_tokens": lengths, "ranks": ranks.count}
+    plan = plan_of(spec, run, gpu, ram, **planned)
     identity = run_identity(run)
     loader = make_loader(corpus, spec, run)
     root = folder / "state"
-    if (root / "manifest.json").exists():
+    if not ranks.first:
+        store = NvmeStore.join(root, *ranks.hear(), ranks.rank, readers=readers)
+        identity["constants"] = None
+    elif (root / "manifest.json").exists():
         store = NvmeStore.open(root, drives=drives, readers=readers)
         identity["constants"] = store.meta["constants"]
     else:
@@ -277,6 +289,8 @@ def session(
         if spec.adapter is not None:
             buffers = with_adapter(spec, buffers, seed=train.seed, dtype=compute_dtype(train))
         fill_store(store, buffers, spec.buffers, run_meta(0, 0, loader.cursor, identity))
+    if ranks.first:
+        ranks.tell(store.drives_by_id)
     return Session(
         spec=spec,
         plan=plan,
@@ -291,6 +305,7 @@ def session(
         ),
         validation=make_validation(corpus, spec, run),
         prompts=prompts,
+        ranks=ranks,
     )
 
 
