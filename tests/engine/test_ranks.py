@@ -1,16 +1,22 @@
 """Several ranks train one run together: the same bits on any number of them, on all tiers, whatever the delays; and a
 run goes on with another number."""
 
+import os
 import random
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from ranked import ranked
+from ranked import ranked, started
+from samples import cases, samples
 
 from penstock.engine.ranks.ranks import Ranks
+from penstock.engine.session import Session
 from penstock.storage.generations.store import NvmeStore
+from penstock.storage.tier.manifest import Manifest
 
 TIERS = tiny.TIERS[1:]
 """What is trained is not on the GPU."""
@@ -52,3 +58,77 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     for count in (1, 2, 3, 1):
         digest, _ = run(tmp_path / "run", count, 2, t=training())
     assert digest == straight
+
+
+def committed_step(folder: Path) -> int:
+    return int(Manifest.read(folder / "state").meta["step"])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_an_op(session: Session, chance: random.Random) -> None:
+    """Die before some op of the next three steps."""
+    left = chance.randrange(1500)
+
+    def count(op: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            die()
+
+    tiny.before_ops(session, count)
+
+
+def at_a_commit(session: Session, chance: random.Random) -> None:
+    """Die in one of the next three commits: before this rank has synced its files, behind that, or once one manifest is
+    there and others have not heard of it."""
+    store, left, moment = session.store, chance.randrange(3), chance.choice(["_sync", "_agree", "_adopt"])
+    original: Callable[..., Any] = getattr(store, moment)
+
+    def dying(*given: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            die()
+        return original(*given)
+
+    setattr(store, moment, dying)
+
+
+def trained_killed(ranks: Ranks, folder: Path, seed: str, victim: int, settings: dict[str, Any]) -> None:
+    with tiny.session(folder, ranks=ranks, **settings) as session:
+        chance = random.Random(f"{seed} {ranks.rank}")
+        if ranks.rank == victim:
+            chance.choice([at_an_op, at_a_commit])(session, chance)
+        tiny.steps(session)
+        ranks.meet()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("number", cases(range(len(TIERS)), 1))
+def test_kill_9_of_any_rank_loses_nothing(tmp_path: Path, number: int) -> None:
+    """At any moment, also between the sync of one rank and that of another, and between sync and rename: a run goes on,
+    on as many ranks or others, to the bits of one that was never killed."""
+    (gpu, ram), shared = TIERS[number], set(os.listdir("/dev/shm"))
+    settings: dict[str, Any] = {"t": training(), "gpu": gpu, "ram": ram, "s": tiny.storage(checkpoint_every=1)}
+    straight, _ = run(tmp_path / "straight", 1, 8, **settings)
+    deaths = finished = seed = 0
+    while deaths < samples(4, 50) or not finished:
+        chance = random.Random(f"{number} {seed}")
+        count, folder = chance.choice([2, 3]), tmp_path / f"run{finished}"
+        before = committed_step(folder) if (folder / "state" / "manifest.json").exists() else 0
+        victim = chance.randrange(count) if deaths < samples(4, 50) else count
+        found = started(count, trained_killed, folder, str(seed), victim, settings)
+        seed += 1
+        if all(there for there, _ in found.values()):
+            store = NvmeStore.open(folder / "state", read_only=True)
+            assert tiny.digest(store) == straight
+            store.close()
+            finished += 1
+            continue
+        assert found[victim] == (False, -signal.SIGKILL), found
+        deaths += 1
+        assert not (folder / "state" / "manifest.json").exists() or committed_step(folder) >= before
+    assert set(os.listdir("/dev/shm")) <= shared, "nothing is left behind"

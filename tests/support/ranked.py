@@ -15,7 +15,9 @@ T = TypeVar("T")
 PRELOADED = ["tiny", "ranked", "penstock.engine.train"]
 
 
-def _work(rank: int, count: int, port: int, answer: Connection, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _work(
+    rank: int, count: int, port: int, answer: Connection, work: Callable[..., Any], given: tuple[Any, ...]
+) -> None:
     os.environ |= {RANK: str(rank), COUNT: str(count), PORT: str(port)}
     try:
         result = work(join(), *given)
@@ -68,4 +70,3 @@ def started(count: int, work: Callable[..., Any], *given: Any) -> dict[int, tupl
     for process in processes.values():
         process.join()
     return found
-

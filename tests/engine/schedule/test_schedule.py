@@ -384,6 +384,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "halves frozen, quantised": (SCARCE | {"halves": frozenset({1, 2}), "quantised": True}, PlanOptions()),
     "a vision tower, in groups, with samples": (SAMPLES | SCARCE | {"vision": True}, PlanOptions(group=1)),
     "a reference on NVMe": (SCARCE | {"references": True, "device_reads": False}, PlanOptions()),
+    "replicas on two ranks, on NVMe": (SCARCE | {"replicas": 4, "ranks": 2}, PlanOptions()),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(offloaded_graphs="all")),
 }
 """Problems and choices in which every action has its place."""
