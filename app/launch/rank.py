@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import sys
 import traceback
 
 from penstock.engine.events import Observer
+from penstock.engine.ranks.processes import live
 from penstock.engine.ranks.ranks import PARENT, join
 from penstock.storage.files import child
 from penstock.storage.files.errors import UserError
@@ -23,7 +23,7 @@ def main() -> int:
     child.end_with_parent(int(os.environ[PARENT]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the first rank stops the run
-    faulthandler.enable()
+    live()
     from penstock.engine.train import train
 
     try:

@@ -7,6 +7,7 @@ others end with it, however it ends: the kernel kills them. It ends when one of 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -20,13 +21,17 @@ from penstock.engine.ranks.ranks import COUNT, PARENT, PORT, RANK, Ranks, serve
 from penstock.storage.files import child
 from penstock.storage.files.errors import UserError
 
+DUMP = signal.SIGUSR1
+"""A rank that gets it says where its threads are."""
 MOST_WORDS = 1 << 16
 """Characters of what a rank says that are kept."""
 END_S = 20.0
 """How long ranks may take to end by themselves, once the run has."""
-HUNG_BEATS = 100
 POLL_S = 0.1
-"""Between two looks at the processes: one that shows no sign of life HUNG_BEATS times is taken for hung."""
+"""Between two looks at the processes, and between two signs of life of each."""
+HUNG_LOOKS = 300
+"""So many looks without one, and a process is taken for hung. Looks are counted, as time also passes while the first
+process itself is stopped; nothing that we call keeps Python's lock for so long."""
 
 
 class RankError(RuntimeError):
@@ -44,6 +49,8 @@ class Processes:
         self._processes: dict[int, subprocess.Popen[str]] = {}
         self._words: dict[int, deque[str]] = {}
         self._readers: dict[int, threading.Thread] = {}
+        self._quiet: dict[int, int] = {}
+        """Looks at each process since its last sign of life."""
         self.ranks = Ranks(0, count, self._store, self.check)
         port = getattr(self._store, "port")  # noqa: B009  # of a TCPStore
         if visible is not None:
@@ -66,7 +73,7 @@ class Processes:
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
@@ -75,7 +82,9 @@ class Processes:
         except OSError as error:
             raise UserError(f"--gpus: process {rank} of the run cannot be started ({error.strerror})") from error
         words = self._words[rank] = deque[str](maxlen=MOST_WORDS // 80)
-        self._processes[rank] = process
+        self._processes[rank], self._quiet[rank] = process, 0
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
         reader = self._readers[rank] = threading.Thread(target=_drain, args=(process, words), daemon=True)
         reader.start()
 
@@ -107,13 +116,35 @@ class Processes:
             reader.join(1.0)
 
     def _watch(self) -> None:
-        """Note the first rank that ends before it should."""
+        """Note the first rank that ends before it should, or hangs."""
         while not self._closing:
-            ended = [rank for rank, process in self._processes.items() if process.poll() not in (None, 0)]
-            if ended:
-                self.failure = self._said(ended[0])
-                return
+            for rank, process in self._processes.items():
+                if process.poll() not in (None, 0):
+                    self.failure = self._said(rank)
+                elif process.poll() is None and self._hangs(rank, process):
+                    self.failure = self._dumped(rank, process)
+                if self.failure is not None:
+                    return
             time.sleep(POLL_S)
+
+    def _hangs(self, rank: int, process: subprocess.Popen[str]) -> bool:
+        assert process.stdout is not None
+        self._quiet[rank] += 1
+        with contextlib.suppress(BlockingIOError):
+            if os.read(process.stdout.fileno(), 4096):
+                self._quiet[rank] = 0
+        return self._quiet[rank] > HUNG_LOOKS
+
+    def _dumped(self, rank: int, process: subprocess.Popen[str]) -> Exception:
+        """End a rank that hangs, by an error that says where its threads are."""
+        process.send_signal(DUMP)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(1.0)
+        process.kill()
+        process.wait()
+        self._readers[rank].join(1.0)
+        words = "".join(self._words[rank]).strip()
+        return RankError(f"GPU {rank}: its process {process.pid} shows no sign of life; its threads are here:\n{words}")
 
     def _said(self, rank: int) -> Exception:
         """What a rank has ended by, as the error that the run ends by."""
@@ -127,6 +158,20 @@ class Processes:
             why = ": if the kernel did, memory ran out (journalctl -k)" if name == "SIGKILL" else ""
             return UserError(f"GPU {rank}: its process {process.pid} was killed by {name}{why}")
         return RankError(f"GPU {rank}: its process has failed\n{words}")
+
+
+def live() -> None:
+    """In a rank's process: show signs of life, and where its threads are when asked."""
+    faulthandler.enable()
+    faulthandler.register(DUMP, all_threads=True)
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(1, b".")
+                time.sleep(POLL_S)
+
+    threading.Thread(target=beat, name="beat", daemon=True).start()
 
 
 def _drain(process: subprocess.Popen[str], words: deque[str]) -> None:

@@ -1,5 +1,5 @@
-"""Schedules of several ranks: whoever is slow, no rank waits in vain, and each part of every replica's gradient is added
-once, by its owner, in one order."""
+"""Schedules of several ranks: whoever is slow, no rank waits in vain, and each part of every replica's gradient is
+added once, by its owner, in one order."""
 
 import random
 from collections import defaultdict
@@ -114,8 +114,8 @@ def test_every_part_is_added_once_and_nobody_waits_in_vain(
     assert sum(map(len, owners)) == sum(buffer.num_parts for buffer in trained.values())
 
 
-def test_a_replicas_gradient_is_of_its_own_chunks(tmp_path: object) -> None:
-    """Chunks that are summed between two gradients that are handed over are those of one replica, the last ones first."""
+def test_a_replicas_gradient_is_of_its_own_chunks() -> None:
+    """What is summed between two gradients that are handed over is of one replica, the last chunks first."""
     plan = plan_of(SCARCE, 2, 3, 2, 0)
     chunks: dict[str, list[int]] = defaultdict(list)
     found: dict[str, list[list[int]]] = defaultdict(list)
