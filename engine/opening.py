@@ -153,7 +153,8 @@ def open_session(
             "no profile of this machine: drives and links are planned at assumed rates (penstock probe)", detail=True
         )
     batch = typical_batch(loader)
-    documents, filled = [m.documents for m in batch], [m.filled for m in batch]
+    own = batch[: len(batch) // ranks.count]
+    documents, filled = [m.documents for m in own], [m.filled for m in own]
     identity = run_identity(given)
     with contextlib.ExitStack() as undo:
         rewards: Rewards | None = None
@@ -183,6 +184,7 @@ def open_session(
         if measures_drives:
             with checklist.step("measuring the drives"):
                 machine = _measured_or_assumed(machine, drives, recipe.storage, observer)
+        machine = machine.of_rank(ranks.count)
         # Before any memory of the run's, and before anything is compiled or timed.
         with checklist.step("opening lanes and drives"):
             lanes = Lanes.open(
@@ -269,7 +271,7 @@ def open_session(
         if train.calibrate:
             fixed = recorded is not None or train.deterministic
             steps_left = train.steps - int(store.meta["step"])
-            tuning = Tuning(task, machine, batch, lanes, checklist, observer)
+            tuning = Tuning(task, machine, own, lanes, checklist, observer)
             compute, calibration = tuning.run(result, compute, None if fixed else steps_left)
             if task.graph_bytes is None:
                 task = replace(task, graph_bytes=calibration.graph_bytes_per_token)
@@ -280,7 +282,7 @@ def open_session(
             if (others := kernel_query(spec, result.plan)) != wanted:
                 with checklist.step("choosing kernels", when=measured(device)):
                     _choose_kernels(others, lanes, device, train, result.plan, None)
-        reservation.settle(result.plan)
+        reservation.settle(result.plan, ranks.count)
         _report_plan(observer, task, machine, result, calibration, batch, device)
         kernels = kernel_record(device)
         identity |= {"kernels": kernels, "graph_bytes": dict(task.graph_bytes or {})}
@@ -388,7 +390,8 @@ def _report_plan(
     kernels = [kernel for kernel in attention_report() if kernel["device"] != "cpu"]  # those are the self-check's
     for line in sorted({f"attention {kernel['direction']}: {kernel['chosen']}" for kernel in kernels}):
         observer.on_message(line, detail=True)
-    documents, filled = [m.documents for m in batch], [m.filled for m in batch]
+    own = batch[: result.plan.problem.micro_batches]
+    documents, filled = [m.documents for m in own], [m.filled for m in own]
     if device.type == "cuda":
         report_kernels(observer, device, machine, result.plan, documents, filled)
     simulation = predict(result.plan, Conditions(machine, calibration, documents, filled))

@@ -11,7 +11,7 @@ import torch
 
 from penstock.engine import preparing
 from penstock.engine.events import LaneTotals, Observer, Progress, op_text
-from penstock.engine.schedule.action import LANES
+from penstock.engine.schedule.action import LANES, WORKING
 from penstock.engine.session import Session
 
 REPORT_S = 0.25
@@ -59,7 +59,8 @@ class Live:
     @property
     def lanes(self) -> dict[str, dict[str, float]]:
         """Lane -> busy_s, bytes of the spans that were reported."""
-        return {lane: {"busy_s": self._lanes[lane].busy_s, "bytes": self._lanes[lane].bytes} for lane in LANES}
+        lanes = LANES if self._session.ranks.count > 1 else WORKING
+        return {lane: {"busy_s": self._lanes[lane].busy_s, "bytes": self._lanes[lane].bytes} for lane in lanes}
 
     def report(self) -> None:
         """Report what has ended by now: what follows comes after these spans. Raises what the thread has met."""
@@ -101,8 +102,10 @@ class Live:
 
 
 def memory_peaks(session: Session) -> dict[str, int]:
-    """Most bytes of gpu and ram held so far; of the gpu what the allocator held, on CPU slots and saved graphs."""
+    """Most bytes of a gpu and of ram held so far; of the gpu what the allocator held, on CPU slots and saved graphs."""
     gpu = session.gpu.arena.used_bytes + session.runtime.layer_ops.graphs_peak_bytes
     if session.device.type == "cuda":
         gpu = torch.cuda.max_memory_allocated(session.device)
-    return {"gpu": gpu, "ram": session.ram.arena.used_bytes + session.plan.problem.beside_bytes}
+    own = session.ram.arena.used_bytes + session.plan.problem.beside_bytes
+    shared = 0 if session.ram.shared is None else session.ram.shared.used_bytes
+    return {"gpu": gpu, "ram": session.ranks.count * own + shared}

@@ -130,6 +130,8 @@ class Session:
         self.notes: list[str] = []
         """What is to be reported of the steps so far; whoever reports it empties the list."""
         self._outgrown_reported = False
+        self._moved: torch.Tensor | None = None
+        """int64 [ranks, drives, 2]: bytes read and written; None: there is one rank."""
         self._proved: set[int] = set()
         """Steps of generations, committed or about to be, whose following step had a good loss."""
         if recipe.storage.keep_best:
@@ -164,10 +166,13 @@ class Session:
             counters: Counters | None = None
             shared: HostArena | None = None
             if ranks.count > 1:
-                own = {"counters": 8 * len(KINDS) * ranks.count, "checksums": 16 * max(1, store.num_parts())}
+                own = {"counters": 8 * len(KINDS) * ranks.count, "checksums": 16 * store.num_parts()}
+                own["traffic"] = 16 * ranks.count * len(store.drives)
                 shared = _shared_arena(ranks, own | shared_slots(plan))
                 counters = Counters(shared.slot("counters", own["counters"]), ranks.check)
                 checksums = shared.slot("checksums", own["checksums"]).view(torch.int64).view(2, -1)
+                moved = shared.slot("traffic", own["traffic"]).view(torch.int64)
+                self._moved = moved.view(ranks.count, len(store.drives), 2)
             self.ram: RamMemory = allocate_ram(plan, ranks.rank, shared)
             self.exchange = Exchange(plan, ranks.rank, self.ram, counters)
             if ranks.count > 1:
@@ -201,7 +206,7 @@ class Session:
             return self.runtime.perform(op)
 
         self.executor.attach(perform)
-        self._traffic = self._traffic_before = store.traffic()
+        self._traffic = self._traffic_before = self._all_traffic()
 
     def __enter__(self) -> Session:
         return self
@@ -437,6 +442,8 @@ class Session:
         if self.builder.uncommitted:
             self.executor.submit(self.builder.finish(commit=True))
         self.executor.drain()
+        self._all_traffic()
+        self.ranks.meet()
         if self.uploads is not None and self.is_over:
             self.uploads.ended(self.step)
 
@@ -444,12 +451,22 @@ class Session:
 
     def traffic(self) -> dict[Path, Traffic]:
         """Bytes moved to and from each drive since the session was opened and its memory filled."""
-        before, now = self._traffic_before, self.store.traffic()
+        before, now = self._traffic_before, self._all_traffic()
         return {folder: now[folder] - before.get(folder, Traffic()) for folder in now}
+
+    def _all_traffic(self) -> dict[Path, Traffic]:
+        """Of all ranks, as far as they have said so: after each step."""
+        own, moved = self.store.traffic(), self._moved
+        if moved is None:
+            return own
+        folders = self.store.drives
+        for number, folder in enumerate(folders):
+            moved[self.ranks.rank, number] = torch.tensor([own[folder].bytes_read, own[folder].bytes_written])
+        return own | {folder: Traffic(*of_all) for folder, of_all in zip(folders, moved.sum(0).tolist(), strict=True)}
 
     def take_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes read from and written to each drive folder since the last call."""
-        before, self._traffic = self._traffic, self.store.traffic()
+        before, self._traffic = self._traffic, self._all_traffic()
         moved = {str(folder): now - before.get(folder, Traffic()) for folder, now in self._traffic.items()}
         return {f: t.bytes_read for f, t in moved.items()}, {f: t.bytes_written for f, t in moved.items()}
 

@@ -285,4 +285,5 @@ def _tiers(session: Session, reported: Mapping[str, int]) -> dict[str, dict[str,
     """What the tiers hold now, or what was reported of them if that was more: a drive may have held a commit then."""
     now = memory_peaks(session) | {"nvme": session.store.peak_disk_bytes()}
     peaks = {tier: max(now[tier], reported[tier]) for tier in now}
-    return {tier: {"budget_bytes": session.plan.tiers[tier].budget_bytes, "peak_bytes": peaks[tier]} for tier in peaks}
+    budgets = session.plan.to_json()["tiers"]
+    return {tier: {"budget_bytes": budgets[tier]["budget_bytes"], "peak_bytes": peaks[tier]} for tier in peaks}

@@ -4,13 +4,19 @@ one that is not."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
 
 from penstock.engine import rollouts
 from penstock.engine.config import SAMPLED
 from penstock.engine.data.recall import Tally
 from penstock.engine.events import ValidationMetrics
 from penstock.engine.model.sequences import sequences_of
+from penstock.engine.model.tokens import MicroBatch, total_weight
 from penstock.engine.objectives.sequences import Found
 from penstock.engine.passes import evaluations
 from penstock.engine.session import Session
@@ -34,19 +40,24 @@ def validate(session: Session) -> ValidationMetrics:
         return rollouts.validate(session)
     assert session.validation is not None
     started, step = time.perf_counter(), session.step
-    total, weight, tokens, right = 0.0, 0.0, 0, 0
     objective, found = session.objective, Found()
     tally = Tally() if session.recipe.data.source == "needles" else None
     committed = session.commit_due(step) or step == session.recipe.train.steps
-    passes = map(session.look, session.validation.passes(session.plan.group))
-    for data in evaluations(session, passes, commit=committed, with_statistics=True):
-        total, weight = total + data.total_loss, weight + data.total_weight
-        tokens, right = tokens + data.num_targets, right + int(data.right.sum())
+    passes = list(session.validation.passes(session.plan.group))
+    weight, tokens = 0.0, 0
+    losses: list[float] = []
+    right = 0
+    for micro_batches, result in zip(passes, _evaluated(session, passes, committed), strict=True):
+        losses += result.losses
+        weight += sum(total_weight(m.labels, m.weights) for m in micro_batches)
+        tokens += sum(m.num_targets for m in micro_batches)
+        right += int(result.right.sum())
         if objective.compares:
             totals = session.validation.totals
-            found.add(objective.measure(sequences_of(data.micro_batches, data.scores, totals, data.statistics)))
+            found.add(objective.measure(sequences_of(micro_batches, result.scores, totals, result.statistics)))
         if tally is not None:
-            tally.add(data.micro_batches, data.right)
+            tally.add(micro_batches, result.right)
+    total = math.fsum(losses)
     return ValidationMetrics(
         step=step,
         loss=found.loss if objective.compares else total / weight,
@@ -57,3 +68,26 @@ def validate(session: Session) -> ValidationMetrics:
         recall=None if tally is None else tally.recall(),
         measured=found.metrics,
     )
+
+
+class _Result(NamedTuple):
+    """What a pass finds: see EvaluationData."""
+
+    losses: list[float]
+    right: Tensor
+    scores: Tensor
+    statistics: dict[str, Tensor]
+
+
+def _evaluated(session: Session, passes: Sequence[Sequence[MicroBatch]], commit: bool) -> Iterator[_Result]:
+    """What each pass finds, in order; the ranks take them in turns, and each carries out one at least, under which
+    the step's update is applied."""
+    ranks = session.ranks
+    own = [*passes[ranks.rank :: ranks.count]] or [passes[0]]
+    found = evaluations(session, map(session.look, own), commit=commit, with_statistics=True)
+    results = (_Result(data.losses, data.right, data.scores, data.statistics) for data in found)
+    if ranks.count == 1:
+        yield from results
+        return
+    of_rank = ranks.all_of(list(results))
+    yield from (of_rank[number % ranks.count][number // ranks.count] for number in range(len(passes)))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.app.cli.options import SetOption, argument, complete_recipes, option
+from penstock.app.cli.options import GpusOption, SetOption, argument, complete_recipes, option, with_gpus
 from penstock.app.console.working import Working, say, working
 from penstock.app.launch import api
 from penstock.storage.files.errors import UserError
@@ -23,6 +23,7 @@ def finetune(
     model: Annotated[str, argument("MODEL", "Hugging Face folder, or the name of a model on the hub.")],
     data: Annotated[str, argument("DATA", "File or folder with conversations or text, or a data set on the hub.")],
     overrides: SetOption = None,
+    gpus: GpusOption = None,
     epochs: Annotated[
         float | None, option("N", "How often to go through the data. Default: depends on its size.")
     ] = None,
@@ -41,6 +42,7 @@ def finetune(
     Looks at both, chooses the settings, shows the plan, asks, and trains all parameters. The settings are written as an
     ordinary recipe. Exits with 1 if the run does not fit this machine.
     """
+    overrides = with_gpus(overrides, gpus)
     from rich.console import Console
 
     from penstock.app.console.printing import console_page, print_rows
@@ -59,7 +61,7 @@ def finetune(
         require_new(out, overwrite=replaces)
     require_new_run(run_dir)
     with Working(each=as_json) as shown:
-        result = propose(model, data, overrides=overrides or [], epochs=epochs, machine=machine or "", listener=shown)
+        result = propose(model, data, overrides=overrides, epochs=epochs, machine=machine or "", listener=shown)
         with shown.step("planning"):
             forecast = api.plan(result.recipe)
     if as_json:
@@ -79,7 +81,7 @@ def finetune(
         if not asks:
             raise UserError("finetune: there is no terminal to ask on; add --yes to train without asking")
         trains = typer.confirm(f"train now? (the recipe will be written to {printable(file)})", default=True)
-    write_recipe(result, file, command(model, data, overrides or [], epochs, machine), overwrite=replaces)
+    write_recipe(result, file, command(model, data, overrides, epochs, machine), overwrite=replaces)
     typer.echo(printable(f"recipe written to {file}; to train it again: ") + shell("penstock", "train", file))
     if trains:
         api.begin(file, run_dir=run_dir, is_shown=True)

@@ -23,12 +23,14 @@ from penstock.app.cli import finetune, runs, sample
 from penstock.app.cli.bench import bench_cli
 from penstock.app.cli.help_groups import CONTROL, KEEP, LOOK, MACHINE, TRAIN, GroupedCommands, help_of
 from penstock.app.cli.options import (
+    GpusOption,
     RecipeArgument,
     ScratchOption,
     SetOption,
     argument,
     complete_recipes,
     option,
+    with_gpus,
 )
 from penstock.app.console.loading import loading
 from penstock.app.console.streams import open_standard_streams, print_failure
@@ -80,6 +82,7 @@ def train(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     run_dir: Annotated[Path | None, option("DIR", "Run directory to create. Default: runs/<name>-<time>.")] = None,
+    gpus: GpusOption = None,
     scratch: ScratchOption = False,
     list_fields: Annotated[
         bool,
@@ -87,7 +90,7 @@ def train(
     ] = False,
 ) -> None:
     """Start a new run of a recipe."""
-    api.begin(recipe, run_dir=run_dir, overrides=overrides or [], from_scratch=scratch)
+    api.begin(recipe, run_dir=run_dir, overrides=with_gpus(overrides, gpus), from_scratch=scratch)
 
 
 def plan(
@@ -100,6 +103,7 @@ def plan(
         ),
     ],
     overrides: SetOption = None,
+    gpus: GpusOption = None,
     context: Annotated[int | None, option("TOKENS", "Tokens per sequence; sets data.sequence_length.", min=1)] = None,
     machine: Annotated[
         str | None,
@@ -125,7 +129,12 @@ def plan(
         overrides = [*(overrides or []), f"data.sequence_length={context}"]
     with working(f"planning {recipe}"):
         forecast = api.plan(
-            recipe, machine=machine, overrides=overrides or [], from_scratch=scratch, trace=trace, cluster=cluster
+            recipe,
+            machine=machine,
+            overrides=with_gpus(overrides, gpus),
+            from_scratch=scratch,
+            trace=trace,
+            cluster=cluster,
         )
     if as_json:
         typer.echo(json.dumps(forecast, indent=1))
@@ -158,6 +167,7 @@ def fit(
     objective: Annotated[
         str, option("NAME", "What to train: next_token, dpo, kto, orpo, reward, grpo and so on.")
     ] = "next_token",
+    gpus: GpusOption = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -172,7 +182,15 @@ def fit(
     """
     from penstock.app.planning.fit import ask, cells
 
-    question = ask(machine=machine, models=models, contexts=contexts, tokens=tokens, data=data, objective=objective)
+    question = ask(
+        machine=machine,
+        models=models,
+        contexts=contexts,
+        tokens=tokens,
+        data=data,
+        objective=objective,
+        gpus=gpus or 1,
+    )
     fitting = False
 
     def found() -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ import typer
 
 from penstock.app.recipes import shipped
 from penstock.app.runs.directory import list_runs
+from penstock.engine.config.values import MOST_GPUS
 
 
 def argument(word: str, help: str, **more: Any) -> Any:
@@ -27,6 +28,17 @@ ScratchOption = Annotated[
     typer.Option("--from-scratch", help="Start from random weights of the recipe's shape, without a model folder."),
 ]
 SetOption = Annotated[list[str] | None, option("KEY=VALUE", "Change a field of the recipe; may be repeated.", "--set")]
+
+
+GpusOption = Annotated[
+    int | None,
+    option("N", "GPUs to use; without a GPU, processes on the CPU. Sets train.gpus.", "--gpus", min=1, max=MOST_GPUS),
+]
+
+
+def with_gpus(overrides: list[str] | None, gpus: int | None) -> list[str]:
+    """The overrides of a command, and what its --gpus says."""
+    return [*(overrides or []), *([] if gpus is None else [f"train.gpus={gpus}"])]
 
 
 def complete_recipes(incomplete: str) -> list[str]:

@@ -8,7 +8,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from penstock.app.cli.options import CheckpointOption, JsonOption, RunArgument, argument, option
+from penstock.app.cli.options import (
+    CheckpointOption,
+    GpusOption,
+    JsonOption,
+    RunArgument,
+    argument,
+    option,
+    with_gpus,
+)
 from penstock.app.console.working import working
 from penstock.app.launch import api
 from penstock.app.runs import control, offsite
@@ -29,6 +37,7 @@ def resume(
             "--set",
         ),
     ] = None,
+    gpus: GpusOption = None,
     checkpoint: CheckpointOption = None,
     copy_state: Annotated[
         bool, typer.Option("--copy-state", help="For a copied run directory: copy the original's state first.")
@@ -43,7 +52,7 @@ def resume(
     to: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a folder. The newest generation there is downloaded first. A paused
     run continues in its own process.
     """
-    api.go_on(run, overrides=overrides or [], checkpoint=checkpoint, copy_state=copy_state, run_dir=run_dir)
+    api.go_on(run, overrides=with_gpus(overrides, gpus), checkpoint=checkpoint, copy_state=copy_state, run_dir=run_dir)
 
 
 def pause(run: RunArgument) -> None:

@@ -75,6 +75,7 @@ class Question:
     """How their number came about, in words; empty where it was given."""
     objective: str = "next_token"
     """train.objective."""
+    gpus: int = 1
 
     @property
     def num_cells(self) -> int:
@@ -95,6 +96,7 @@ class Question:
             "tokens": self.tokens,
             "tokens_from": self.source,
             "objective": self.objective,
+            "gpus": self.gpus,
         }
 
 
@@ -106,6 +108,7 @@ def ask(
     tokens: str | None = None,
     data: Path | None = None,
     objective: str = "next_token",
+    gpus: int = 1,
 ) -> Question:
     """The question that a command's options make. Raises UserError for what they cannot mean."""
     from penstock.engine.machine.presets import find_machine, machine_here
@@ -126,6 +129,7 @@ def ask(
         data=None if data is None else str(data),
         source=source,
         objective=known_objective(objective),
+        gpus=gpus,
     )
 
 
@@ -201,6 +205,7 @@ def cells(question: Question) -> Iterator[dict[str, Any]]:
 def cell_recipe(question: Question, model: KnownModel, context: int) -> Recipe:
     """What is planned in a cell, and what trains it. The model's folder is looked for below models/."""
     sequences = max(1, STEP_TOKENS // context)
+    sequences = -(-sequences // question.gpus) * question.gpus
     objective, grpo, data = question.objective, GrpoConfig(), DataConfig(source="jsonl", path=question.data)
     if objective in SAMPLED:
         sequences = -(-sequences // grpo.num_generations) * grpo.num_generations
@@ -222,7 +227,8 @@ def cell_recipe(question: Question, model: KnownModel, context: int) -> Recipe:
             global_batch_size=sequences,
             lr=1e-5,
             warmup_steps=min(10, steps),
-            gradient_dtype=model.gradient_dtype,
+            gradient_dtype=model.gradient_dtype if question.gpus == 1 else "float32",
+            gpus=question.gpus if question.gpus > 1 else None,
         ),
         storage=StorageConfig(checkpoint_every=_CHECKPOINT_EVERY),
         after=AfterConfig(export=True),
@@ -241,7 +247,7 @@ def plan_cell(question: Question, name: str, context: int) -> dict[str, Any]:
     from penstock.engine.forecast.flops import active_params
     from penstock.engine.forecast.report import forecast
 
-    model = known_model(name)
+    model, on = known_model(name), question.machine.of_rank(question.gpus)
     recipe = cell_recipe(question, model, context)
     task = machine_task(recipe, question.machine, model.spec)
     cell = {
@@ -255,10 +261,10 @@ def plan_cell(question: Question, name: str, context: int) -> dict[str, Any]:
         "recipe": changes(recipe),
     }
     try:
-        result = task.search(question.machine)
+        result = task.search(on)
     except BudgetError as error:
         return cell | {"fits": False} | _refusal(question, model, task, error)
-    return cell | {"fits": True} | _figures(question, forecast(task, question.machine, result))
+    return cell | {"fits": True} | _figures(question, forecast(task, on, result))
 
 
 def _figures(question: Question, forecast: dict[str, Any]) -> dict[str, Any]:
@@ -275,7 +281,7 @@ def _figures(question: Question, forecast: dict[str, Any]) -> dict[str, Any]:
         "hours": hours,
         "written_bytes": sum(drive["bytes_written"] for drive in drives),
         "endurance_share": max(shares, default=None),
-        "kwh_at_most": None if power is None else power * hours / 1000,
+        "kwh_at_most": None if power is None else question.gpus * power * hours / 1000,
         "peak_bytes": {tier: result["peak_bytes"] for tier, result in forecast["tiers"].items()},
     }
 
@@ -285,13 +291,15 @@ def _refusal(question: Question, model: KnownModel, task: PlanRequest, error: Bu
     from penstock.app.planning.plan import machine_task
     from penstock.engine.forecast import advice
 
-    result = {"tier": error.tier, "short_bytes": error.need_bytes - error.budget_bytes, "message": str(error)}
+    times = task.ranks if error.tier == "ram" else 1
+    short = times * (error.need_bytes - error.budget_bytes)
+    result = {"tier": error.tier, "short_bytes": short, "message": str(error)}
     context = task.recipe.data.sequence_length
     shorter = max((length for length in question.contexts if length < context), default=None)
     if shorter is not None:
         before = machine_task(cell_recipe(question, model, shorter), question.machine, model.spec)
         if not advice.fits(before):
             return result
-    sizes = {"gpu": task.budgets.gpu, "ram": task.budgets.ram, "nvme": task.budgets.nvme or 0}
+    sizes = {"gpu": task.budgets.gpu, "ram": task.ranks * task.budgets.ram, "nvme": task.budgets.nvme or 0}
     changes = advice.nearest(task, error, sizes, shorter or _LEAST_CONTEXT - 1)
     return result | {"changes": [change.to_json() for change in changes]}

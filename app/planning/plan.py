@@ -85,19 +85,25 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanReque
     name = machine or recipe.machine
     if name:
         on = find_machine(name)
-        return on, machine_task(recipe, on)
+        return on.of_rank(recipe.train.gpus or 1), machine_task(recipe, on)
     import torch
 
     from penstock.engine.machine.budgets import run_budgets
+    from penstock.engine.machine.platforms import is_shared
     from penstock.engine.machine.reservations import reserved
+    from penstock.engine.ranks.count import rank_count, require_replicas, with_replicas
 
     where = torch.device("cuda" if torch.cuda.is_available() and recipe.train.device != "cpu" else "cpu")
     on = this_machine(where)
     drives = [Path(drive).expanduser() for drive in recipe.storage.drives] or [Path.cwd()]
     budgets = run_budgets(recipe.budgets, where, drives, new=True, others=reserved())
-    recipe = replace(recipe, train=with_compute_dtype(recipe.train, where))
+    count = rank_count(recipe).ranks
+    recipe = with_replicas(replace(recipe, train=with_compute_dtype(recipe.train, where)), count)
+    budgets = budgets.of_rank(count, shares_gpu=is_shared(where) and recipe.budgets.gpu is None)
     spec = _spec(recipe, where.type)
-    return on, PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=where.type).grouped(on)
+    require_replicas(recipe, spec)
+    task = PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=where.type, ranks=count)
+    return on.of_rank(count), task.grouped(on)
 
 
 def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> PlanRequest:
@@ -105,12 +111,15 @@ def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> 
     from penstock.engine.forecast.request import PlanRequest
     from penstock.engine.machine.budgets import machine_budgets
     from penstock.engine.machine.precision import with_compute_dtype
+    from penstock.engine.ranks.count import require_replicas, with_replicas
 
-    budgets, device = machine_budgets(recipe.budgets, on), "cpu" if on.gpu is None else "cuda"
-    recipe = replace(recipe, train=with_compute_dtype(recipe.train, device))
+    device, count = "cpu" if on.gpu is None else "cuda", recipe.train.gpus or 1
+    budgets = machine_budgets(recipe.budgets, on).of_rank(count, shares_gpu=device == "cpu")
+    recipe = with_replicas(replace(recipe, train=with_compute_dtype(recipe.train, device)), count)
     if spec is None:
         spec = _spec(recipe, device)
-    return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device).grouped(on)
+    require_replicas(recipe, spec)
+    return PlanRequest(spec=spec, recipe=recipe, budgets=budgets, device_type=device, ranks=count).grouped(on)
 
 
 def _spec(recipe: Recipe, device: str) -> ModelSpec:

@@ -141,7 +141,9 @@ def _head(page: Page, forecast: dict[str, Any], status: str) -> None:
     recipe = f": {forecast['recipe']}" if forecast.get("recipe") else ""
     row: Row = [verdict(forecast, page.glyphs), (" on ", "dim"), (machine_name(forecast), "text bold")]
     page.ends([*row, (recipe, "text")], [(status, "accent")] if status else [])
-    gpu = machine.get("gpu") or "no GPU: the gpu tier is ordinary memory"
+    gpu, ranks = machine.get("gpu") or "no GPU: the gpu tier is ordinary memory", forecast.get("ranks", 1)
+    if ranks > 1:
+        gpu = f"{ranks} x {gpu}" if machine.get("gpu") else f"{ranks} processes; {gpu}"
     page.wrapped(f"{gpu}; the machine's figures: {machine['source']}", "dim")
     if model:
         active = model.get("active_params")
@@ -230,7 +232,8 @@ def _largest(parts: dict[str, int]) -> list[tuple[str, int]]:
 def _lanes(page: Page, forecast: dict[str, Any]) -> None:
     """How busy each lane is in a step, for how long, and what it moves where there is room to say it."""
     bound = forecast["bound_by"]
-    page.head("lanes", f"bound by {bound}", f"lane.{bound}")
+    of_each = "of each GPU, " if forecast.get("ranks", 1) > 1 else ""
+    page.head("lanes", f"{of_each}bound by {bound}", f"lane.{bound}")
     name = max(map(len, forecast["lanes"]), default=0)
     for lane, figures in forecast["lanes"].items():
         share, moved = figures.get("share"), figures.get("bytes")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-LANES: tuple[str, ...] = action.LANES
+LANES: tuple[str, ...] = action.WORKING
 DRIVE = ("nvme_read", "nvme_write")
 
 

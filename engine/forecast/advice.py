@@ -62,7 +62,8 @@ def nearest(task: PlanRequest, refusal: BudgetError, sizes: Mapping[str, int], l
 def _nearest_in_recipe(task: PlanRequest, least_context: int) -> list[Change]:
     """At most one."""
     recipe, train = task.recipe, task.recipe.train
-    if train.gradient_dtype == "float32" and fits(task.changed(_BFLOAT16)):
+    alone = (train.replicas or 1) == 1
+    if alone and train.gradient_dtype == "float32" and fits(task.changed(_BFLOAT16)):
         return [Change(_BFLOAT16, _ROUNDED)]
     shorter = _halves(recipe.data.sequence_length, max(2, least_context + 1))
     for name, values, text in (
@@ -82,7 +83,7 @@ def _single(task: PlanRequest) -> Iterator[Change]:
         yield Change({"train.kv_window": "auto"}, "let the plan decide whether keys and values stream")
     if train.activation_checkpointing not in ("auto", "full"):
         yield Change({"train.activation_checkpointing": "auto"}, "let the plan decide what is saved for backward")
-    if train.gradient_dtype == "float32":
+    if train.gradient_dtype == "float32" and (train.replicas or 1) == 1:
         yield Change(_BFLOAT16, _ROUNDED)
     if storage.keep_last > 1:
         yield Change({"storage.keep_last": 1}, "keep the newest generation only")
@@ -136,7 +137,8 @@ def _budgets(task: PlanRequest, sizes: Mapping[str, int], refusal: BudgetError |
             return [Change({}, f"a machine with {needs}") if lacking else Change(raised, f"budgets of {needs}")]
         if refusal.tier is None:
             break
-        raised[f"budgets.{refusal.tier}"] = least_text(refusal.need_bytes)
+        shares = task.ranks if refusal.tier == "ram" else 1
+        raised[f"budgets.{refusal.tier}"] = least_text(shares * refusal.need_bytes)
     return []
 
 
@@ -164,12 +166,13 @@ def best_change(
 
 def _improvements(task: PlanRequest, machine: Machine) -> Iterator[tuple[Change, PlanRequest, Machine]]:
     train, budgets = task.recipe.train, task.budgets
-    if train.gradient_dtype == "float32":
+    alone = (train.replicas or 1) == 1
+    if alone and train.gradient_dtype == "float32":
         yield Change(_BFLOAT16, "gradients kept in bfloat16"), task.changed(_BFLOAT16), machine
     doubled = {"train.global_batch_size": 2 * train.global_batch_size}
     yield Change(doubled, "twice as many sequences in a step"), task.changed(doubled), machine
     ram = replace(budgets, ram=2 * budgets.ram)
-    yield Change({}, f"twice the RAM, {gib(2 * budgets.ram)}"), replace(task, budgets=ram), machine
+    yield Change({}, f"twice the RAM, {gib(2 * task.ranks * budgets.ram)}"), replace(task, budgets=ram), machine
     gpu = replace(budgets, gpu=2 * budgets.gpu)
     yield Change({}, f"twice the GPU memory, {gib(2 * budgets.gpu)}"), replace(task, budgets=gpu), machine
     drives = structs.replace(machine, drives=machine.drives * 2)

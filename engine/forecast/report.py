@@ -25,7 +25,7 @@ from penstock.engine.objectives.base import find_objective
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import frozen_bytes, generation_bytes
 from penstock.engine.plan.problem import FP32, PlanOptions
-from penstock.engine.schedule.action import LANES
+from penstock.engine.schedule.action import LANES, WORKING
 from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.tier.chunk import ChunkFormat
 
@@ -50,7 +50,8 @@ def forecast(
     plan = result.plan
     on = Conditions(machine, calibration)
     if batch is not None:
-        on = replace(on, documents=[m.documents for m in batch], filled=[m.filled for m in batch])
+        own = batch[: plan.problem.micro_batches]  # of one rank
+        on = replace(on, documents=[m.documents for m in own], filled=[m.filled for m in own])
     if simulation is None:
         as_searched = calibration is None and batch is None and num_ops(plan) > WHOLE_OPS
         simulation = result.best.simulation if as_searched else predict(plan, on)
@@ -60,8 +61,11 @@ def forecast(
     tokens = sum(m.num_targets for m in batch or ()) if counted else sum(lengths)
     continued = [each for m in batch or () for each in m.continued]
     wanted = model_flops(task.spec, lengths, continued)
-    done = executed_flops(task.spec, plan, lengths, on.filled, continued).total
+    ranks = plan.problem.ranks
+    of_rank = [n for m in own for n in m.lengths] if batch is not None else lengths[: len(lengths) // ranks]
+    done = ranks * executed_flops(task.spec, plan, of_rank, on.filled, continued).total
     peak = None if machine.gpu is None else peak_flops(machine.gpu)
+    peak = None if peak is None else ranks * peak
     return plan.to_json() | {
         "fits": True,
         **_task_json(task, machine, tokens),
@@ -75,9 +79,9 @@ def forecast(
                 "bytes": simulation.bytes[lane],
                 "share": min(1.0, simulation.busy_s[lane] / step_s),
             }
-            for lane in LANES
+            for lane in (LANES if ranks > 1 else WORKING)
         },
-        "bytes_per_step": simulation.bytes,
+        "bytes_per_step": {lane: ranks * moved for lane, moved in simulation.bytes.items()},
         "model_flops": wanted,
         "executed_flops": done,
         "mfu": utilisation(wanted, step_s, peak),
@@ -107,16 +111,23 @@ def _validation_s(task: PlanRequest, plan: Plan, on: Conditions) -> float:
 
 def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str, Any]:
     """The forecast of what does not fit, without the changes that would make it fit (engine/forecast/advice.py)."""
+    times = task.ranks if error.tier == "ram" else 1
     return {
         "fits": False,
         **_task_json(task, machine, sum(rows(task))),
         "refusal": {
             "tier": error.tier,
-            "short_bytes": error.need_bytes - error.budget_bytes,
+            "short_bytes": times * (error.need_bytes - error.budget_bytes),
             "message": str(error),
             "changes": [],
         },
-        "tiers": {str(error.tier): {"budget_bytes": error.budget_bytes, "peak_bytes": error.need_bytes, "parts": {}}},
+        "tiers": {
+            str(error.tier): {
+                "budget_bytes": times * error.budget_bytes,
+                "peak_bytes": times * error.need_bytes,
+                "parts": {},
+            }
+        },
     }
 
 
@@ -137,6 +148,7 @@ def _task_json(task: PlanRequest, machine: Machine, tokens_per_step: int) -> dic
             "active_params": active_params(spec),
             "layers": len(spec.attention),
         },
+        "ranks": task.ranks,
         "context": task.recipe.data.sequence_length,
         "tokens_per_step": tokens_per_step,
         "steps": task.recipe.train.steps,
@@ -179,8 +191,9 @@ def _whole_run(task: PlanRequest, plan: Plan, on: Conditions, simulation: Simula
     if generations:
         between_s += generations["times"] * sum(v for name, v in generations.items() if name.endswith("_s"))
     idle_s = max(0.0, simulation.step_s - simulation.busy_s["nvme_write"])
-    held_up_s = max(0.0, through / machine.nvme_write_bytes_per_s - idle_s)
-    per_step = simulation.bytes["nvme_write"]
+    ranks = plan.problem.ranks
+    held_up_s = max(0.0, through / ranks / machine.nvme_write_bytes_per_s - idle_s)
+    per_step = ranks * simulation.bytes["nvme_write"]
     written = steps * per_step + commits * through + whole
     drives = max(1, len(task.recipe.storage.drives) or len(machine.drives))
     shares = []

@@ -318,7 +318,8 @@ class PlanRequest:
         for name, value in values.items():
             section, _, field = name.partition(".")
             if section == "budgets":
-                sizes: dict[str, Any] = {field: parse_bytes(value, name)}
+                shares = self.ranks if field == "ram" else 1
+                sizes: dict[str, Any] = {field: parse_bytes(value, name) // shares}
                 task = replace(task, budgets=replace(task.budgets, **sizes))
             else:
                 changed: dict[str, Any] = {section: replace(getattr(task.recipe, section), **{field: value})}

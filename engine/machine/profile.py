@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct, structs, to_builtins
 
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import Count, Size, parse_json, read_regular, real_path, typed
@@ -95,6 +95,26 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def nvme_write_bytes_per_s(self) -> float:
         return len(self.drives) * min(drive.write_bytes_per_s for drive in self.drives) * self.drives_share
+
+    def of_rank(self, count: int) -> Machine:
+        """The rates of one of `count` ranks that work at once: each has a GPU and its link, as far as RAM keeps up with
+        all links; drives and cores are shared. Without a GPU so is what computes. Sizes stay those of the machine."""
+        if count == 1:
+            return self
+        shared = ["ram_copy_bytes_per_s", "optimizer_params_per_s", "drives_share"]
+        if self.gpu is None:
+            shared += ["matmul_flops", "gpu_copy_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s"]
+        rates = {name: getattr(self, name) / count for name in shared}
+        attention = self.attention
+        if self.gpu is None:
+            attention = tuple(
+                structs.replace(a, forward_flops=a.forward_flops / count, backward_flops=a.backward_flops / count)
+                for a in attention
+            )
+        else:
+            links = ("h2d_bytes_per_s", "d2h_bytes_per_s")
+            rates |= {name: min(getattr(self, name), self.ram_copy_bytes_per_s / count) for name in links}
+        return structs.replace(self, **rates, attention=attention)
 
     def to_json(self) -> dict[str, Any]:
         return {"version": VERSION, **to_builtins(self)}

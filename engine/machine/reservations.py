@@ -130,9 +130,9 @@ class Reservation:
             self._base_bytes = _touched(os.getpid())
         self._write(budgets.ram, budgets.gpu)
 
-    def settle(self, plan: Plan) -> None:
-        """Reserve what the plan takes, and let others plan. Warns where it is more than what is left."""
-        ram, gpu = plan.tiers["ram"].peak_bytes * plan.problem.ranks, plan.tiers["gpu"].peak_bytes
+    def settle(self, plan: Plan, ranks: int = 1) -> None:
+        """Reserve what the plan of each rank takes, and let others plan. Warns where it is more than what is left."""
+        ram, gpu = plan.tiers["ram"].peak_bytes * ranks, plan.tiers["gpu"].peak_bytes
         self._write(ram, gpu)
         if self._lock >= 0:
             os.ftruncate(self._lock, 0)

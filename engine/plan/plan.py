@@ -271,6 +271,14 @@ class Plan:
                 held[buffer.weights] += buffer.nbytes
         return dict(held)
 
+    def _of_all(self, tier: str) -> TierPlan:
+        """A tier of one rank, but RAM of all of them: what they share, each has its part of."""
+        own, times = self.tiers[tier], self.problem.ranks
+        if tier != "ram" or times == 1:
+            return own
+        parts = {name: times * size for name, size in own.parts.items()}
+        return TierPlan(budget_bytes=times * own.budget_bytes, peak_bytes=times * own.peak_bytes, parts=parts)
+
     def _item_bytes(self, buffer: BufferPlan) -> int:
         """Bytes of one parameter's weights and state, gradient excluded."""
         state = 0 if buffer.frozen else len(self.problem.state_kinds) * FP32
@@ -319,7 +327,9 @@ class Plan:
             "state_stages": self.state_stages,
             "part_stages": self.part_stages,
             "activation_stages": self.activation_stages,
-            "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
+            "ranks": self.problem.ranks,
+            "replicas": self.problem.replicas,
+            "tiers": {name: asdict(self._of_all(name)) for name in self.tiers},
         }
 
 

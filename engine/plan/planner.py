@@ -223,10 +223,14 @@ class _Planner(GpuPlacement):
                 "uploads (storage.offsite)": p.offsite_bytes,
                 "images": p.vision.features_bytes,
             }
-            what = f"one block's working set of {gib(least + self.beside_bytes)} ({listing(parts)})"
+            parts = {name: p.ranks * size for name, size in parts.items()}
+            of_each = f" on each of {p.ranks} GPUs" if p.ranks > 1 else ""
+            size = gib(p.ranks * (least + self.beside_bytes))
+            what = f"one block's working set{of_each} of {size} ({listing(parts)})"
             if whole < least:
-                what += f", nor all of the model's state and activations, {gib(need)}"
-            message = f"budgets.ram: {gib(p.ram_budget)} cannot hold {what}; give at least {least_text(need)}"
+                what += f", nor all of the model's state and activations, {gib(p.ranks * need)}"
+            message = f"budgets.ram: {gib(p.ranks * p.ram_budget)} cannot hold {what}"
+            message += f"; give at least {least_text(p.ranks * need)}"
             raise BudgetError(message, tier="ram", need_bytes=need, budget_bytes=p.ram_budget)
         spilled = {key for key in self.backward_order() if key not in self.saved_on_gpu and key not in in_place}
         parts = {"activations": stream + passing + saved + own * widest, "resident blocks": 0, "stages": staged}

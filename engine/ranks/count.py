@@ -6,10 +6,7 @@ import os
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from penstock.engine.config import Recipe
-from penstock.engine.machine.device import resolve_device
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.objectives.base import find_objective
 from penstock.storage.files.errors import UserError
@@ -24,6 +21,10 @@ class RankCount(NamedTuple):
 def rank_count(recipe: Recipe) -> RankCount:
     """As train.gpus says, else as many GPUs as there are and train.replicas or the batch can be divided among. Raises
     UserError for more than there are."""
+    import torch
+
+    from penstock.engine.machine.device import resolve_device
+
     train, wanted = recipe.train, recipe.train.gpus
     if train.device == "cpu" or not torch.cuda.is_available():
         resolve_device(train)  # which says what is wrong where it is to be a GPU

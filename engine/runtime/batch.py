@@ -63,12 +63,20 @@ class EvaluationData(Batch):
     """Bool [num_targets], in host memory: whether the model finds each target, in order, the likeliest token."""
 
     @property
+    def losses(self) -> list[float]:
+        """Of each micro-batch the sum of the negative log-likelihood of its targets by their weights, nats; the same
+        whatever it is computed with."""
+        result = []
+        for m, scores in zip(
+            self.micro_batches, self.scores.split([m.num_targets for m in self.micro_batches]), strict=True
+        ):
+            weighted = scores if m.weights is None else scores * m.weights[targets(m.labels, m.weights)].double()
+            result.append(-math.fsum(weighted.tolist()))
+        return result
+
+    @property
     def total_loss(self) -> float:
-        """Sum of the negative log-likelihood of the targets by their weights, nats."""
-        if all(m.weights is None for m in self.micro_batches):
-            return -float(self.scores.sum())
-        pairs = ((m, torch.ones_like(m.labels) if m.weights is None else m.weights) for m in self.micro_batches)
-        return -float(torch.cat([w[targets(m.labels, m.weights)].double() for m, w in pairs]) @ self.scores)
+        return math.fsum(self.losses)
 
 
 @dataclass(slots=True)

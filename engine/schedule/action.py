@@ -11,7 +11,9 @@ from penstock.engine.plan.problem import Tier
 from penstock.engine.schedule import resources as r
 
 Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write", "ranks"]
-LANES: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write", "ranks")
+WORKING: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
+LANES: tuple[Lane, ...] = (*WORKING, "ranks")
+"""The last one does no work of its own: it waits for other ranks, where there are any."""
 
 
 class Cost(Enum):
