@@ -92,6 +92,14 @@ SORTS = {
         lambda plan: bool(plan.saved_graphs),
         second,
     ),
+    "replicas": Sort(
+        Case("7b_512k", "gh200-480", settings=("train.global_batch_size=2", "train.replicas=2")),
+        f"model.num_layers=2 {SHORT} budgets.gpu=24GiB train.global_batch_size=2 train.replicas=2",
+        4,
+        {"hand_over", "load_weights"},
+        lambda plan: plan.problem.adds_replicas,
+        second,
+    ),
     "resident": Sort(
         RESIDENT_7B,
         RESIDENT_SMALL,

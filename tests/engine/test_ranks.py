@@ -4,15 +4,21 @@ run goes on with another number."""
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
+from cluster_ranks import train_on_ranks
+from plain_training import document_losses, plain_model, trained_on
 from ranked import ranked, started
 from samples import cases, samples
 
+from penstock.app.recipes.recipe import to_dict
+from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.ranks.ranks import Ranks
 from penstock.engine.session import Session
 from penstock.storage.generations.store import NvmeStore
@@ -132,3 +138,53 @@ def test_kill_9_of_any_rank_loses_nothing(tmp_path: Path, number: int) -> None:
         deaths += 1
         assert not (folder / "state" / "manifest.json").exists() or committed_step(folder) >= before
     assert set(os.listdir("/dev/shm")) <= shared, "nothing is left behind"
+
+
+def beside() -> tiny.TrainConfig:
+    return tiny.training(global_batch_size=2, replicas=2, steps=20, lr=3e-3)
+
+
+FEW = tiny.data(max_documents=3)
+"""Documents that are learnt by heart."""
+
+
+class Summed(torch.nn.Module):
+    """A model whose output is the loss of micro-batches, summed over their targets."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        return torch.stack([loss for m in micro_batches for loss in document_losses(self.model, m)]).sum()
+
+
+def plainly(ranks: Ranks, folder: Path, steps: int) -> list[float]:
+    """The losses of DistributedDataParallel around transformers' own model, on the same sequences."""
+    torch.distributed.init_process_group("gloo", store=ranks._store, rank=ranks.rank, world_size=ranks.count)
+    with tiny.session(folder / str(ranks.rank), t=beside(), d=FEW) as session:
+        model = torch.nn.parallel.DistributedDataParallel(Summed(plain_model(session)))
+
+        def losses() -> Iterator[torch.Tensor]:
+            whole = session.loader.next_step()
+            targets = sum(m.num_targets for m in whole)
+            # It takes the mean over ranks of what each finds.
+            yield ranks.count * model(whole[ranks.rank :: ranks.count]) / targets
+
+        found, _, _ = trained_on(model.module.model, session.recipe.train, (losses() for _ in range(steps)))
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_losses_are_those_of_ddp_and_of_fsdp2(tmp_path: Path) -> None:
+    """On two ranks each, over 20 steps in float32."""
+    _, ours = run(tmp_path / "ours", 2, 20, t=beside(), d=FEW)
+    by_rank = ranked(2, plainly, tmp_path / "ddp", 20)
+    ddp = [sum(of_ranks) / 2 for of_ranks in zip(*by_rank, strict=True)]
+    train = replace(beside(), replicas=None, chunk_tokens=None, activation_checkpointing="auto")
+    sharded = tiny.recipe(train=train, data=FEW)
+    fsdp2 = train_on_ranks(tmp_path, {"fsdp2": (to_dict(sharded), 1)})["fsdp2"]["losses"]
+    losses = [loss for loss, _ in ours]
+    assert losses[-1] < losses[0] - 0.5, "or nothing is trained"
+    assert losses == pytest.approx(ddp, rel=1e-4)
+    assert losses == pytest.approx(fsdp2, rel=1e-4)

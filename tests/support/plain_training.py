@@ -92,10 +92,10 @@ def train_plainly(
         total = sum(sum(piece.weights) for piece in members)
         return (_loss(model, piece) / total for piece in members if piece.targets)
 
-    return _train(model, settings, map(losses, steps))
+    return trained_on(model, settings, map(losses, steps))
 
 
-def _train(
+def trained_on(
     model: nn.Module,
     settings: TrainConfig,
     steps: Iterable[Iterable[Tensor]],
@@ -144,7 +144,7 @@ def plain_training(session: Session, steps: int, factor: Callable[[str], float] 
         found = (document_losses(model, m, session.recipe.train.z_loss) for m in micro_batches)
         return (loss / targets for loss in itertools.chain.from_iterable(found))
 
-    return _train(model, session.recipe.train, (losses() for _ in range(steps)), factor)
+    return trained_on(model, session.recipe.train, (losses() for _ in range(steps)), factor)
 
 
 def document_losses(model: nn.Module, m: MicroBatch, z_loss: float = 0.0) -> Iterator[Tensor]:
