@@ -1,0 +1,47 @@
+"""Runs on several emulated cards of one machine: the same bits on any number of them, on every tier."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_texts import recipe_text
+
+from penstock.storage.generations.store import NvmeStore
+
+REPOSITORY = Path(__file__).parents[2]
+BUDGETS = {"in RAM": {"gpu": "1GiB", "ram": "1GiB"}, "on NVMe": {"gpu": "least", "ram": "least"}}
+
+
+def recipe(budgets: dict[str, Any]) -> str:
+    train: dict[str, Any] = {"device": "cuda", "steps": 3, "global_batch_size": 6, "replicas": 6, "lr": 1e-2}
+    train |= {"compute_dtype": "bfloat16", "deterministic": True}
+    random = {"source": "random", "path": None, "tokenizer_vocab_size": 4096, "max_documents": 60}
+    return recipe_text(data=random, model={"vocab_size": 300}, train=train, budgets=budgets | {"nvme": "1GiB"})
+
+
+def checksums(run: Path) -> list[tuple[str, tuple[int, ...]]]:
+    store = NvmeStore.open(run / "state", read_only=True)
+    try:
+        return sorted((f"{spec.buffer} {spec.kind}", crcs) for spec, crcs in store.checksums().items())
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("where", BUDGETS)
+def test_any_number_of_cards_gives_the_same_bits(where: str, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(recipe(BUDGETS[where]))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1,2", "PYTHONPATH": str(REPOSITORY / "src")}
+    environment |= {"OMP_NUM_THREADS": "1", "STANDIN_DELAY_US": "200"}
+    found = []
+    for count in (1, 2, 3):
+        command = [sys.executable, "-m", "penstock.app.cli.main", "train", "tiny.py", "--run-dir", f"on{count}"]
+        ended = subprocess.run(
+            [*command, "--gpus", str(count)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert count == 1 or f"{count} GPUs train this run together" in ended.stdout
+        found.append(checksums(tmp_path / f"on{count}"))
+    assert found[0] == found[1] == found[2]
