@@ -229,8 +229,8 @@ class _Planner(GpuPlacement):
             what = f"one block's working set{of_each} of {size} ({listing(parts)})"
             if whole < least:
                 what += f", nor all of the model's state and activations, {gib(p.ranks * need)}"
-            message = f"budgets.ram: {gib(p.ranks * p.ram_budget)} cannot hold {what}"
-            message += f"; give at least {least_text(p.ranks * need)}"
+            there, wanted = gib(p.ranks * p.ram_budget), least_text(p.ranks * need)
+            message = f"budgets.ram: {there} cannot hold {what}; give at least {wanted}"
             raise BudgetError(message, tier="ram", need_bytes=need, budget_bytes=p.ram_budget)
         spilled = {key for key in self.backward_order() if key not in self.saved_on_gpu and key not in in_place}
         parts = {"activations": stream + passing + saved + own * widest, "resident blocks": 0, "stages": staged}
