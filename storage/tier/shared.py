@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import platform
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -37,9 +39,11 @@ class SharedMemory:
 
     @staticmethod
     def create(nbytes: int) -> SharedMemory:
-        """BudgetError where the machine has not so much memory."""
+        """BudgetError where the machine has not so much memory left, of which it takes all at once."""
         fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
         try:
+            if nbytes > (left := _available()):  # taking it would make the kernel kill
+                raise OSError(errno.ENOMEM, f"{bytes_text(left)} are available")
             os.posix_fallocate(fd, 0, nbytes)
             return SharedMemory(fd, nbytes)
         except OSError as error:
@@ -69,6 +73,14 @@ class SharedMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _available() -> int:
+    """Bytes of memory that the kernel thinks can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62  # a kernel that does not say
 
 
 class Counters:
