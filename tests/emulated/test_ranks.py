@@ -45,3 +45,16 @@ def test_any_number_of_cards_gives_the_same_bits(where: str, tmp_path: Path) -> 
         assert count == 1 or f"{count} GPUs train this run together" in ended.stdout
         found.append(checksums(tmp_path / f"on{count}"))
     assert found[0] == found[1] == found[2]
+
+
+def test_a_card_less_than_wanted_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(recipe(BUDGETS["in RAM"]))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(REPOSITORY / "src")}
+    command = [sys.executable, "-m", "penstock.app.cli.main", "train", "tiny.py", "--run-dir", "run", "--gpus", "2"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(
+        "error: train.gpus: 2 GPUs are wanted and this machine has 1; set train.gpus to what there is"
+    )
+    assert not (tmp_path / "run").exists()
