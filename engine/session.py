@@ -34,6 +34,7 @@ from penstock.engine.objectives.base import find_objective
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAST_GOOD
 from penstock.engine.preparing import Checklist
+from penstock.engine.ranks.memory import shared_arena
 from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.rewards.rewards import Rewards
 from penstock.engine.runtime.batch import BatchCarrier, StepData
@@ -58,9 +59,9 @@ from penstock.storage.files.units import bytes_text
 from penstock.storage.generations.checkpoints import BEST, read_checkpoint, resolve_checkpoint
 from penstock.storage.generations.retention import Retention
 from penstock.storage.generations.store import NvmeStore
-from penstock.storage.tier.arena import HostArena, page_up
+from penstock.storage.tier.arena import HostArena
 from penstock.storage.tier.drives import Traffic
-from penstock.storage.tier.shared import Counters, SharedMemory
+from penstock.storage.tier.shared import Counters
 
 
 class Session:
@@ -168,7 +169,7 @@ class Session:
             if ranks.count > 1:
                 own = {"counters": 8 * len(KINDS) * ranks.count, "checksums": 16 * store.num_parts()}
                 own["traffic"] = 16 * ranks.count * len(store.drives)
-                shared = _shared_arena(ranks, own | shared_slots(plan))
+                shared = shared_arena(ranks, own | shared_slots(plan))
                 counters = Counters(shared.slot("counters", own["counters"]), ranks.check)
                 checksums = shared.slot("checksums", own["checksums"]).view(torch.int64).view(2, -1)
                 moved = shared.slot("traffic", own["traffic"]).view(torch.int64)
@@ -469,22 +470,6 @@ class Session:
         before, self._traffic = self._traffic, self._all_traffic()
         moved = {str(folder): now - before.get(folder, Traffic()) for folder, now in self._traffic.items()}
         return {f: t.bytes_read for f, t in moved.items()}, {f: t.bytes_written for f, t in moved.items()}
-
-
-def _shared_arena(ranks: Ranks, slots: dict[str, int]) -> HostArena:
-    """Memory that all ranks share, with room for these slots."""
-    nbytes = sum(map(page_up, slots.values()))
-    made: list[SharedMemory] = []
-
-    def make() -> str:
-        made.append(SharedMemory.create(nbytes))
-        return made[0].name
-
-    name = ranks.of_first(make)
-    memory = made[0] if made else SharedMemory.open(name, nbytes)
-    ranks.meet()  # all have it, and no name is needed any more
-    memory.close()
-    return HostArena(nbytes, budget_bytes=nbytes, memory=memory.map)
 
 
 def run_identity(recipe: Recipe) -> dict[str, Any]:
