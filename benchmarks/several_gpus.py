@@ -42,10 +42,13 @@ class Server(NamedTuple):
         )
 
 
+YARN = '{"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 131072, "rope_theta": 500000.0}'
 WORKSTATION = Server("rtx4090-128", 256, 204.8, 2, "256 GB of DDR4-3200 in 8 channels, two drives")
 OLDER = Server("rtx3090-64", 256, 204.8, 2, "256 GB of DDR4-3200 in 8 channels, two drives")
 EPYC = Server("rtx4090-128", 1024, 409.6, 4, "1 TB of DDR4-3200 in 16 channels, four drives")
 H200 = Server("h200-1500", 2048, 614.4, 8, "2 TB of DDR5-4800 in 16 channels, eight drives")
+LONG = ["data.sequence_length=262144", "model.max_position=262144"]
+LONG += [f"model.overrides.rope_parameters={YARN}"]
 CASES: list[tuple[str, Server, int, str, list[str]]] = [
     ("Llama-3.1-8B at 8k", EPYC, 8, "8b_8k", ["train.global_batch_size=128"]),
     ("Qwen2.5-14B at 8k", WORKSTATION, 2, "14b_workstation", ["train.global_batch_size=32"]),
@@ -55,25 +58,13 @@ CASES: list[tuple[str, Server, int, str, list[str]]] = [
     ("Qwen2.5-32B at 8k", WORKSTATION, 2, "32b_workstation", ["train.global_batch_size=32"]),
     ("Qwen2.5-32B at 8k", WORKSTATION, 4, "32b_workstation", ["train.global_batch_size=64"]),
     ("Qwen2.5-32B at 8k", OLDER, 4, "32b_workstation", ["train.global_batch_size=64"]),
-    (
-        "Llama-3.1-8B at 1M",
-        H200,
-        8,
-        "8b_8k",
-        ["data.sequence_length=1048576", "train.micro_batch_size=1", "train.global_batch_size=8"],
-    ),
-    (
-        "Llama-3.3-70B at 256k",
-        H200,
-        8,
-        "70b_gh200",
-        ["data.sequence_length=262144", "train.micro_batch_size=1", "train.global_batch_size=8"],
-    ),
+    ("Qwen2.5-7B at 1M", H200, 8, "7b_1m", ["train.global_batch_size=8"]),
+    ("Llama-3.3-70B at 256k", H200, 8, "70b_gh200", [*LONG, "train.global_batch_size=8"]),
 ]
 
 
 def main() -> None:
-    """Print a table in Markdown; each case beside one GPU of the same machine with its share of the batch."""
+    """Print a table in Markdown; each case beside one GPU of the same machine with the same batch."""
     print(
         "| model | GPUs | machine | s a step | tokens/s | one GPU | bound by | RAM |\n|---|---|---|---|---|---|---|---|"
     )
