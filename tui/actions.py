@@ -170,6 +170,7 @@ _TABLE: dict[str, list[tuple[str, str, str, str] | tuple[str, str, str, str, int
     "timeline: steps": [
         ("go(-1)", "left_square_bracket", "Back", "Show the previous step.", FOOTER),
         ("go(1)", "right_square_bracket", "Next", "Show the next step.", FOOTER),
+        ("gpu", "v", "Next GPU", "Show the step as the next GPU ran it, in a run on several."),
         ("choose_step", "g", "Go to step", "Go to a step by its number, or to the last one."),
         ("predicted", "p", "Plan", "Show the planned step beneath each lane.", FOOTER),
         ("export", "x", "Export", "Write this step as a trace for ui.perfetto.dev.", FOOTER | ACTS),

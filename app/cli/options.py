@@ -34,6 +34,9 @@ GpusOption = Annotated[
     int | None,
     option("N", "GPUs to use; without a GPU, processes on the CPU. Sets train.gpus.", "--gpus", min=1, max=MOST_GPUS),
 ]
+GpuOption = Annotated[
+    int, option("NUMBER", "Of a run on several GPUs the one to look at, from 0.", "--gpu", min=0, max=MOST_GPUS)
+]
 
 
 def with_gpus(overrides: list[str] | None, gpus: int | None) -> list[str]:

@@ -10,6 +10,7 @@ import typer
 
 from penstock.app.cli.options import (
     CheckpointOption,
+    GpuOption,
     GpusOption,
     JsonOption,
     RunArgument,
@@ -205,13 +206,14 @@ def runs() -> None:
 def lanes(
     run: RunArgument,
     steps: Annotated[str | None, option("FIRST:LAST", "Steps to look at. Default: all after the warm-up.")] = None,
+    gpu: GpuOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Show how busy each lane and the drive were, and how long compute waited for them."""
     from penstock.app.runs.lanes import lanes_report
 
     with working("reading the run's spans"):
-        report = lanes_report(find_run(run), steps, as_json=as_json)
+        report = lanes_report(find_run(run), steps, as_json=as_json, gpu=gpu)
     typer.echo(report)
 
 
@@ -219,13 +221,14 @@ def trace(
     run: RunArgument,
     out: Annotated[Path, option("FILE", "Trace file to write.", "--out", "-o")] = Path("trace.json"),
     steps: Annotated[str | None, option("FIRST:LAST", "Steps to write. Default: all.")] = None,
+    gpu: GpuOption = 0,
 ) -> None:
     """Write a run's timeline as a trace file for https://ui.perfetto.dev."""
     from penstock.app.runs.lanes import parse_steps
     from penstock.app.runs.trace import write_trace
 
     with working(f"writing {out}"):
-        count = write_trace(find_run(run), out, None if steps is None else parse_steps(steps))
+        count = write_trace(find_run(run), out, None if steps is None else parse_steps(steps), gpu=gpu)
     typer.echo(printable(f"{count:,} spans written to {out}; open it at https://ui.perfetto.dev"))
 
 

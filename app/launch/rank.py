@@ -1,4 +1,4 @@
-"""The process of another rank of a run, as engine/ranks/processes.py starts it: it trains, and reports to nobody."""
+"""The process of another rank of a run, as engine/ranks/processes.py starts it: it trains, and keeps its ops."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
-from penstock.engine.events import Observer
+from penstock.app.runs.rank_spans import RankSpans
+from penstock.engine.events import Observer, Progress
 from penstock.engine.ranks.processes import live
 from penstock.engine.ranks.ranks import PARENT, join
 from penstock.storage.files import child
@@ -15,7 +17,13 @@ from penstock.storage.files.errors import UserError
 
 
 class _Quiet(Observer):
-    """Nobody listens to this rank."""
+    """Of all that a rank reports its ops are kept."""
+
+    def __init__(self, run_path: Path, rank: int) -> None:
+        self._spans = RankSpans(run_path, rank)
+
+    def on_progress(self, progress: Progress) -> None:
+        self._spans.add(progress.spans)
 
 
 def main() -> int:
@@ -29,7 +37,8 @@ def main() -> int:
     try:
         ranks = join()
         recipe, run_dir, resume = ranks.hear()
-        train(recipe, run_dir=run_dir, observer=_Quiet(), resume=resume, ranks=ranks)  # type: ignore[abstract]
+        observer = _Quiet(run_dir, ranks.rank)  # type: ignore[abstract]  # what it does not define does nothing
+        train(recipe, run_dir=run_dir, observer=observer, resume=resume, ranks=ranks)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

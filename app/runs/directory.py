@@ -30,6 +30,7 @@ from penstock.app.runs.files import (
     whole,
 )
 from penstock.engine.config import Recipe, drive_folders, state_folder
+from penstock.engine.config.values import MOST_GPUS
 from penstock.engine.events import Span
 from penstock.storage.files import sealed
 from penstock.storage.files.disk import atomic_write, disk_error, prepare_file, publish, require_writable
@@ -53,6 +54,12 @@ STALE_S = 10.0
 LEFT_BY_LAUNCHER = {"recipe.json", "run.lock", "output.log"}
 """What may be in the directory of a run that has not begun."""
 
+
+def spans_name(rank: int) -> str:
+    """The file with the spans of a GPU, by number from 0."""
+    return f"spans.{rank}.jsonl" if rank else "spans.jsonl"
+
+
 OWN_FOLDERS = (
     *("data", "requests", "state", "state/checkpoints", "state/scratch", "export", "evals"),
     *("trackers", "tensorboard", "dcp", "inputs"),
@@ -63,6 +70,7 @@ OWN_FILES = (
     *("recipe.json", "plan.json", "calibration.json", "status.json", "status.json.tmp", "control.json", "summary.json"),
     *("metrics.jsonl", "validation.jsonl", "samples.jsonl", "spikes.jsonl", "spans.jsonl", "log.jsonl"),
     *("predicted.jsonl", "output.log", "run.lock", "fetch.json"),
+    *(spans_name(rank) for rank in range(1, MOST_GPUS)),
 )
 
 _RECIPE_BYTES = 1 << 24
@@ -245,7 +253,8 @@ class RunDir:
                     f"`{shell('penstock', 'resume', path)}`, or choose another --run-dir"
                 )
             before = _Before.look(path, made, content)
-            for name in ("spans.jsonl", "log.jsonl", "status.json", "control.json"):  # of the run that is replaced
+            spans = [spans_name(rank) for rank in range(MOST_GPUS)]
+            for name in (*spans, "log.jsonl", "status.json", "control.json"):  # of the run that is replaced
                 remove_own(path / name)
             atomic_write(path / "recipe.json", to_run_json(recipe))
         except BaseException as error:

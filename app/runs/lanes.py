@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.app.runs.files import JsonLines
 from penstock.app.runs.ops import STEP_END
+from penstock.app.runs.rank_spans import spans_of
 from penstock.app.runs.speed import WARMUP_STEPS, MeanSpeed, speed_text
 from penstock.engine.events import Span
 from penstock.engine.schedule import action
@@ -116,11 +117,11 @@ def _covered(*pieces: Floats) -> float:
     return float((end_s - start_s).sum())
 
 
-def lanes_report(run_path: Path, steps: str | None, *, as_json: bool) -> str:
+def lanes_report(run_path: Path, steps: str | None, *, as_json: bool, gpu: int = 0) -> str:
     """The shares and mean speed of a run's steps (`FIRST:LAST`; by default after the warm-up, or the first) as text, or
     JSON. Standard error tells of damaged lines. UserError for steps that there are not."""
     wanted = parse_steps(steps) if steps else None
-    lines = JsonLines(run_path / "spans.jsonl")
+    lines = JsonLines(spans_of(run_path, gpu))
     times = LaneTimes(lines.spans())
     if (warning := lines.warning()) is not None:
         print(f"warning: {warning}", file=sys.stderr)

@@ -318,10 +318,10 @@ def _kept(file: BinaryIO, first_step: int) -> Iterator[bytes]:
             yield line
 
 
-def continue_spans(path: Path) -> tuple[float, int]:
+def continue_spans(path: Path, name: str = "spans.jsonl") -> tuple[float, int]:
     """What to add to times and ids of a resumed run's spans, which start at zero, to follow the old ones, whose time
     was spent; a torn last line goes. UserError where the file is none of ours."""
-    spans_path = path / "spans.jsonl"
+    spans_path = path / name
     with reporting(spans_path, "cutting off a torn last line"):
         cut_torn_line(spans_path)
     last = [span for line in read_tail(spans_path, _ID_TAIL_BYTES) if (span := span_of(line)) is not None]

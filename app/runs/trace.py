@@ -13,6 +13,7 @@ from typing import Any
 from penstock.app.runs.files import JsonLines
 from penstock.app.runs.lanes import LANES
 from penstock.app.runs.ops import STEP_END, action_of
+from penstock.app.runs.rank_spans import spans_of
 from penstock.app.runs.trace_events import PID, Arrows, Rates, Steps, microseconds
 from penstock.engine.events import Span, op_text
 from penstock.storage.files.disk import prepare_file, publish
@@ -84,16 +85,19 @@ def write_trace(
     steps: tuple[int, int] | None = None,
     extent: tuple[int, int] | None = None,
     report: Callable[[str], None] = warn,
+    gpu: int = 0,
 ) -> int:
     """Write the trace of a run's spans.jsonl to `out`; the number of spans. Memory does not grow with it.
 
-    `steps`: the first and the last to write, with all that ran meanwhile; `extent`: the bytes of the file that hold
-    them, where known. `report` hears of damaged lines. UserError for a run without spans or these steps, or `out`.
+    `gpu`: whose spans, where there are several; `steps`: the first and the last to write, with all that ran meanwhile;
+    `extent`: the bytes of the file that hold them, where known. `report` hears of damaged lines. UserError for a run
+    without spans or these steps, or `out`.
     """
-    spans_path = run_path / "spans.jsonl"
+    spans_path = spans_of(run_path, gpu)
     if not os.path.lexists(spans_path):
         raise UserError(f"{run_path}: has no spans.jsonl yet; its first step is not finished")
     lines, name = JsonLines(spans_path, extent), run_path.resolve().name
+    name += f" GPU {gpu}" if gpu else ""
     spans, start_s = lines.spans(), None
     if steps is not None:
         start_s, end_s = _window(JsonLines(spans_path, extent).spans(), steps, run_path)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -84,6 +85,26 @@ async def test_the_last_step_is_shown_and_every_step_can_be_picked(first: Path) 
         await pilot.press("g")
         await press(pilot, "escape")
         assert screen.step.window.step == 12
+
+
+async def test_a_step_as_each_gpu_ran_it(first: Path, tmp_path: Path) -> None:
+    """The same step of the next GPU, which has other ops, and after the last one of the first again."""
+    run = tmp_path / "two"
+    shutil.copytree(first, run)
+    lines = [line for line in (run / "spans.jsonl").read_text().splitlines(keepends=True) if '"d2h"' not in line]
+    (run / "spans.1.jsonl").write_text("".join(lines))
+    async with timeline(run, 5) as (screen, pilot):
+        await at_step(pilot, screen, 5)
+        assert screen.lane_view.border_title == "two  GPU 0  step 5 of 12"
+        ops = len(screen.step.rows)
+        for gpu in (1, 0):
+            await pilot.press("v")
+            await at_step(pilot, screen, 5)
+            assert screen.lane_view.border_title == f"two  GPU {gpu}  step 5 of 12"
+            assert (len(screen.step.rows) < ops) == bool(gpu)
+    async with timeline(first, 5) as (screen, pilot):
+        await pilot.press("v")
+        assert screen.lane_view.border_title == "first  step 5 of 12"
 
 
 async def test_ops_are_selected_and_told(first: Path) -> None:

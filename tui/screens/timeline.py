@@ -14,8 +14,10 @@ from textual.containers import Horizontal, Vertical
 from textual.notifications import SeverityLevel
 
 from penstock.app.console.rows import Glyphs, Row
+from penstock.app.runs.directory import spans_name
 from penstock.app.runs.files import read_object
 from penstock.app.runs.ops import STEP_END
+from penstock.app.runs.rank_spans import gpus_of
 from penstock.app.runs.trace import write_trace
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.units import seconds_text
@@ -65,9 +67,15 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         self.found: Ints | None = None
         self._search = ""
         self._wanted = step
-        self._index = StepIndex(run_path / "spans.jsonl")
+        self._gpu = 0
+        """Whose ops are shown, in a run on several GPUs."""
+        self._index = StepIndex(self._spans_path)
         self._bounds: tuple[int, int] | None = None
         self._loading: int | None = None
+
+    @property
+    def _spans_path(self) -> Path:
+        return self.run_path / spans_name(self._gpu)
 
     def compose(self) -> ComposeResult:
         with Vertical():
@@ -102,7 +110,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
     def _why_nothing(self) -> str:
         if not self.run_path.is_dir():
             return f"{printable(self.run_path.name)}: the run directory is gone"
-        if not os.path.lexists(self.run_path / "spans.jsonl"):
+        if not os.path.lexists(self._spans_path):
             return "no ops yet: the first step's ops appear here once it is done"
         if (wrong := self._index.problem) is not None:
             return wrong
@@ -120,7 +128,7 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
     def _find(self, step: int) -> tuple[StepSpans | None, SpanStore, str]:
         predicted = self.lane_view.predicted or read_predicted(self.run_path)
-        result = StepIndex(self.run_path / "spans.jsonl").find(step)
+        result = StepIndex(self._spans_path).find(step)
         if result is not None:
             _ = result.analysis  # here, which takes a while, and not where it is drawn
         return result, predicted, predicted_note(self.run_path, predicted)
@@ -151,7 +159,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         shown = f"step {self.step.window.step}{last}" if self.step else self.said
         if self._loading is not None and self.step is not None:
             shown += f"  {self.said}"
-        self.lane_view.border_title = Text(f"{printable(self.run_path.name)}  {shown}")
+        gpu = f"GPU {self._gpu}  " if self._gpu or gpus_of(self.run_path) > 1 else ""
+        self.lane_view.border_title = Text(f"{printable(self.run_path.name)}  {gpu}{shown}")
         ops = self.query("#ops")
         if ops:
             listed = f"{len(self.listed_rows()):,}" if self.step else ""
@@ -190,6 +199,19 @@ class TimelineScreen(LaneKeys, PenstockScreen):
 
     def on_lane_view_selected(self) -> None:
         self._redraw()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Textual's hook: another GPU is offered where the run has one."""
+        return not self.why_not(action)
+
+    def why_not(self, action: str) -> str:
+        return "this run is on one GPU" if action == "gpu" and gpus_of(self.run_path) == 1 else ""
+
+    def action_gpu(self) -> None:
+        shown = self.step.window.step if self.step else self._wanted
+        self._gpu = (self._gpu + 1) % gpus_of(self.run_path)
+        self._index, self._bounds, self.step = StepIndex(self._spans_path), None, None
+        self._wanted, self._loading = shown, None
 
     def action_go(self, by: int) -> None:
         shown = self._loading if self._loading is not None else self.step.window.step if self.step else None
@@ -312,7 +334,8 @@ class TimelineScreen(LaneKeys, PenstockScreen):
         warnings: list[str] = []
         severity: SeverityLevel = "information"
         try:
-            count = await asyncio.to_thread(write_trace, self.run_path, out, steps, extent, report=warnings.append)
+            gpu, report = self._gpu, warnings.append
+            count = await asyncio.to_thread(write_trace, self.run_path, out, steps, extent, report, gpu)
             text = f"{count:,} ops written to {out}; open it at https://ui.perfetto.dev"
         except (UserError, OSError) as error:
             text, severity = str(error), "error"

@@ -12,6 +12,9 @@ from cli_process import REAL, Cli, is_running, json_lines, refusal, wait_until
 from real_runs import make_corpus
 from recipe_texts import recipe_text
 
+from penstock.app.runs.files import span_of as span_line
+from penstock.app.runs.ops import STEP_END
+from penstock.app.runs.rank_spans import gpus_of, spans_of
 from penstock.storage.generations.store import NvmeStore
 
 RECIPE = recipe_text(
@@ -69,6 +72,12 @@ def test_a_run_on_several_is_the_run_on_one(cli: Cli) -> None:
             for n, of_run in lines.items()
         }
         assert told[1] == told[2] == told[3]
+    assert [gpus_of(runs[n]) for n in runs] == [1, 2, 3]
+    for gpu in range(3):
+        spans = [span for line in json_lines(spans_of(runs[3], gpu)) if (span := span_line(line)) is not None]
+        assert [span.step for span in spans if span.op == STEP_END] == [1, 2, 3, 4], "each has a timeline"
+        assert "compute" in cli.run("lanes", str(runs[3]), "--gpu", str(gpu)).stdout
+    assert "has ops of 3 GPUs, 0 to 2" in cli.run("lanes", str(runs[3]), "--gpu", "3", code=2).stderr
     texts = {n: [sample["text"] for line in json_lines(run / "samples.jsonl") for sample in line["samples"]]
              for n, run in runs.items()}  # fmt: skip
     assert texts[1] == texts[2] == texts[3]

@@ -20,7 +20,7 @@ from penstock.app.runs.speed import MeanSpeed, speed_text
 from penstock.app.runs.trace import _Tracks, write_trace
 from penstock.app.runs.trace_events import Arrows, Rates
 from penstock.engine.events import Span, StepMetrics
-from penstock.engine.schedule.action import LANES
+from penstock.engine.schedule.action import WORKING
 from penstock.storage.files.errors import UserError
 from penstock.tui.data.catalog import about_lines, read_run_entry
 from penstock.tui.data.compare import figure_rows
@@ -52,14 +52,14 @@ def test_union_covers_the_same_points_once(pieces: list[tuple[float, float]]) ->
     assert all(left[1] < right[0] for left, right in itertools.pairwise(merged))
 
 
-@given(st.lists(st.tuples(st.sampled_from(LANES), st.integers(0, 30), st.integers(1, 8)), max_size=20))
+@given(st.lists(st.tuples(st.sampled_from(WORKING), st.integers(0, 30), st.integers(1, 8)), max_size=20))
 def test_shares_are_what_counting_seconds_gives(works: list[tuple[str, int, int]]) -> None:
     spans = [span(lane, start, start + size) for lane, start, size in works]
     shares = LaneTimes(map(Span.of, [*spans, clip(0, 10), clip(1, 30)])).shares(1, 1)
-    busy: dict[str, set[int]] = {lane: set() for lane in LANES}
+    busy: dict[str, set[int]] = {lane: set() for lane in WORKING}
     for lane, start, size in works:
         busy[lane] |= {second for second in range(start, start + size) if 10 <= second < 30}
-    for lane in LANES:
+    for lane in WORKING:
         assert shares.busy[lane] == pytest.approx(len(busy[lane]) / 20)
     moving = busy["nvme_read"] | busy["nvme_write"] | busy["h2d"] | busy["d2h"]
     assert shares.drive_busy == pytest.approx(len(busy["nvme_read"] | busy["nvme_write"]) / 20)
@@ -110,7 +110,7 @@ def test_one_track_per_lane_and_bad_input(tmp_path: Path) -> None:
     assert write_trace(tmp_path, tmp_path / "trace.json") == 3
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert sorted(names.values()) == sorted([*LANES, "lane of tomorrow"])
+    assert sorted(names.values()) == sorted([*WORKING, "lane of tomorrow"])
     complete = [event for event in events if event["ph"] == "X"]
     assert [names[event["tid"]] for event in complete] == [span.lane for span in spans]
     first = {"name": "forward layers.0[2]", "cat": "compute", "ph": "X", "pid": 1, "ts": 500_000.0, "dur": 250_000.0}
