@@ -16,7 +16,7 @@ from rich.text import Text
 
 from penstock.app.console.printing import print_rows, short_path
 from penstock.app.console.rows import ASCII, UNICODE
-from penstock.app.runs.lanes import LANES
+from penstock.app.runs.lanes import WAITS
 from penstock.app.runs.measured import by_weight, measured_text
 from penstock.app.runs.recall_view import RecallMap, recall_rows
 from penstock.app.runs.speed import speed_figure, speed_text
@@ -49,9 +49,9 @@ class StepLanes:
     def busiest(self) -> tuple[str, float] | None:
         """The lane busy for the largest share of the time that the spans cover, and that share (0..1)."""
         window_s = self._last_s - self._first_s
-        if window_s <= 0:
+        working = [item for item in self._lanes.items() if item[0] != WAITS]
+        if window_s <= 0 or not working:
             return None
-        working = [item for item in self._lanes.items() if item[0] in LANES]  # what waits for another GPU does not
         lane, totals = max(working, key=lambda item: item[1].busy_s)
         return lane, totals.busy_s / window_s
 

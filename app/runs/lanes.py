@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 LANES: tuple[str, ...] = action.WORKING
+WAITS: str = action.WAITS
 DRIVE = ("nvme_read", "nvme_write")
 
 

@@ -15,9 +15,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from types import TracebackType
 
-from penstock.engine.ranks.ranks import COUNT, PARENT, PORT, RANK, Ranks, serve
+from penstock.engine.ranks.ranks import COUNT, PARENT, PIPE, RANK, Ranks
 from penstock.storage.files import child
 from penstock.storage.files.errors import UserError
 
@@ -43,7 +45,6 @@ class Processes:
 
     def __init__(self, command: Sequence[str], count: int, visible: Sequence[str] | None) -> None:
         """`visible`: what CUDA_VISIBLE_DEVICES is for each rank; None: there is no GPU."""
-        self._store = serve()
         self.failure: Exception | None = None
         self._closing = False
         self._processes: dict[int, subprocess.Popen[str]] = {}
@@ -51,27 +52,30 @@ class Processes:
         self._readers: dict[int, threading.Thread] = {}
         self._quiet: dict[int, int] = {}
         """Looks at each process since its last sign of life."""
-        self.ranks = Ranks(0, count, self._store, self.check)
-        port = getattr(self._store, "port")  # noqa: B009  # of a TCPStore
+        self._pipes: dict[int, Connection] = {}
+        self.ranks = Ranks(0, count, self._pipes, self.check)
         if visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible[0]
         try:
             for rank in range(1, count):
-                more = {RANK: str(rank), COUNT: str(count), PORT: str(port), PARENT: str(os.getpid())}
+                more = {RANK: str(rank), COUNT: str(count), PARENT: str(os.getpid())}
                 if visible is not None:
                     more["CUDA_VISIBLE_DEVICES"] = visible[rank]
-                self._start(rank, list(command), child.environment(**more))
+                self._start(rank, list(command), more)
         except BaseException:
             self._kill()
             raise
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
-    def _start(self, rank: int, command: list[str], environment: dict[str, str]) -> None:
+    def _start(self, rank: int, command: list[str], more: dict[str, str]) -> None:
+        here, there = Pipe()
+        self._pipes[rank] = here
         try:
             process = subprocess.Popen(
                 command,
-                env=environment,
+                env=child.environment(**more, **{PIPE: str(there.fileno())}),
+                pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -80,7 +84,9 @@ class Processes:
                 start_new_session=True,  # Ctrl-C is for the first rank alone
             )
         except OSError as error:
-            raise UserError(f"--gpus: process {rank} of the run cannot be started ({error.strerror})") from error
+            raise UserError(f"train.gpus: process {rank} of the run cannot be started ({error.strerror})") from error
+        finally:
+            there.close()
         words = self._words[rank] = deque[str](maxlen=MOST_WORDS // 80)
         self._processes[rank], self._quiet[rank] = process, 0
         assert process.stdout is not None

@@ -12,8 +12,9 @@ from penstock.engine.schedule import resources as r
 
 Lane = Literal["nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write", "ranks"]
 WORKING: tuple[Lane, ...] = ("nvme_read", "h2d", "compute", "d2h", "optimizer", "nvme_write")
-LANES: tuple[Lane, ...] = (*WORKING, "ranks")
-"""The last one does no work of its own: it waits for other ranks, where there are any."""
+WAITS: Lane = "ranks"
+"""It does no work of its own: it waits for other ranks, where there are any."""
+LANES: tuple[Lane, ...] = (*WORKING, WAITS)
 
 
 class Cost(Enum):

@@ -31,7 +31,7 @@ from penstock.engine.preparing import REPORT_S, Checklist
 from penstock.engine.progress import Live
 from penstock.engine.runtime.failures import DivergedError
 from penstock.engine.runtime.health import LossSpikes
-from penstock.engine.schedule.action import LANES
+from penstock.engine.schedule.action import WORKING
 from penstock.engine.schedule.actions import CLIP, HEAD
 from penstock.engine.schedule.ops import Op
 from penstock.engine.self_check import check_model
@@ -140,7 +140,7 @@ def test_every_span_is_told_once_with_what_it_waited_for(told: tuple[tiny.Silent
     for span in observer.spans:
         assert all(ends[dep] <= span.start_s for dep in span.waited), "it started before what it waited for had ended"
     assert any(span.waited for span in observer.spans)
-    totals = {lane: LaneTotals() for lane in LANES}
+    totals = {lane: LaneTotals() for lane in WORKING}
     for span in observer.spans:
         totals[span.lane].add(span)  # type: ignore[index]
     assert result.lanes == {lane: {"busy_s": t.busy_s, "bytes": t.bytes} for lane, t in totals.items()}

@@ -161,7 +161,8 @@ class Summed(torch.nn.Module):
 
 def plainly(ranks: Ranks, folder: Path, steps: int) -> list[float]:
     """The losses of DistributedDataParallel around transformers' own model, on the same sequences."""
-    torch.distributed.init_process_group("gloo", store=ranks._store, rank=ranks.rank, world_size=ranks.count)
+    store = torch.distributed.FileStore(str(folder) + ".store", ranks.count)
+    torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.count)
     with tiny.session(folder / str(ranks.rank), t=beside(), d=FEW) as session:
         model = torch.nn.parallel.DistributedDataParallel(Summed(plain_model(session)))
 

@@ -9,18 +9,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from penstock.engine.ranks.ranks import COUNT, PORT, RANK, join, serve
+from penstock.engine.ranks.ranks import Ranks
 
 T = TypeVar("T")
 PRELOADED = ["tiny", "ranked", "penstock.engine.train"]
 
 
 def _work(
-    rank: int, count: int, port: int, answer: Connection, work: Callable[..., Any], given: tuple[Any, ...]
+    rank: int, count: int, pipes: dict[int, Connection], answer: Connection, work: Callable[..., Any], given: Any
 ) -> None:
-    os.environ |= {RANK: str(rank), COUNT: str(count), PORT: str(port)}
     try:
-        result = work(join(), *given)
+        result = work(Ranks(rank, count, pipes, lambda: None), *given)
         answer.send((True, pickle.dumps(result)))
     except BaseException:
         answer.send((False, traceback.format_exc()))
@@ -43,12 +42,12 @@ def started(count: int, work: Callable[..., Any], *given: Any) -> dict[int, tupl
     one fails the others are killed, and have said nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    store = serve()
-    port = store.port  # type: ignore[attr-defined]
+    pairs = {rank: context.Pipe() for rank in range(1, count)}
+    pipes = {0: {rank: pair[0] for rank, pair in pairs.items()}, **{rank: {0: pair[1]} for rank, pair in pairs.items()}}
     processes, answers = {}, {}
     for rank in range(count):
         here, there = context.Pipe(duplex=False)
-        processes[rank] = context.Process(target=_work, args=(rank, count, port, there, work, given))
+        processes[rank] = context.Process(target=_work, args=(rank, count, pipes[rank], there, work, given))
         processes[rank].start()
         there.close()
         answers[here] = rank

@@ -285,5 +285,6 @@ def with_need(shape: PlanInput, refusal: BudgetError) -> PlanInput:
     given = getattr(shape, field)
     assert refusal.budget_bytes <= given < refusal.need_bytes
     assert f"budgets.{refusal.tier}" in str(refusal)
-    assert f"give at least {least_text(refusal.need_bytes)}" in str(refusal)
+    shares = shape.ranks if refusal.tier == "ram" else 1  # what is said is of all ranks
+    assert f"give at least {least_text(shares * refusal.need_bytes)}" in str(refusal)
     return replace(shape, **{field: refusal.need_bytes})

@@ -28,7 +28,7 @@ from penstock.app.planning.plan import plan_stages
 from penstock.app.recipes.recipe import load_recipe
 from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
-from penstock.engine.schedule.action import LANES
+from penstock.engine.schedule.action import WORKING
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.sealed import seal, unseal
 
@@ -86,7 +86,7 @@ def test_json_has_everything_and_the_screen_fits(
     assert (code, found["fits"], found["tokens_per_step"]) == (0, True, 512)
     assert "cluster" not in found
     assert set(found["tiers"]) == {"gpu", "ram", "nvme"}
-    assert set(found["lanes"]) == set(LANES)
+    assert set(found["lanes"]) == set(WORKING)
     assert [block["name"] for block in found["blocks"]] == ["embed", *(f"layers.{i}" for i in range(4)), "head"]
     layer = found["blocks"][1]
     assert sum(layer["activation_checkpointing"].values()) == found["group_chunks"]
