@@ -4,15 +4,17 @@ one that is not."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from penstock.engine import rollouts
 from penstock.engine.config import SAMPLED
+from penstock.engine.data.loader import ValidationSet
 from penstock.engine.data.recall import Tally
 from penstock.engine.events import ValidationMetrics
 from penstock.engine.model.sequences import sequences_of
@@ -43,11 +45,10 @@ def validate(session: Session) -> ValidationMetrics:
     objective, found = session.objective, Found()
     tally = Tally() if session.recipe.data.source == "needles" else None
     committed = session.commit_due(step) or step == session.recipe.train.steps
-    passes = list(session.validation.passes(session.plan.group))
     weight, tokens = 0.0, 0
     losses: list[float] = []
     right = 0
-    for micro_batches, result in zip(passes, _evaluated(session, passes, committed), strict=True):
+    for micro_batches, result in _evaluated(session, session.validation, committed):
         losses += result.losses
         weight += sum(total_weight(m.labels, m.weights) for m in micro_batches)
         tokens += sum(m.num_targets for m in micro_batches)
@@ -79,15 +80,22 @@ class _Result(NamedTuple):
     statistics: dict[str, Tensor]
 
 
-def _evaluated(session: Session, passes: Sequence[Sequence[MicroBatch]], commit: bool) -> Iterator[_Result]:
-    """What each pass finds, in order; the ranks take them in turns, and each carries out one at least, under which
-    the step's update is applied."""
-    ranks = session.ranks
-    own = [*passes[ranks.rank :: ranks.count]] or [passes[0]]
-    found = evaluations(session, map(session.look, own), commit=commit, with_statistics=True)
-    results = (_Result(data.losses, data.right, data.scores, data.statistics) for data in found)
+def _evaluated(
+    session: Session, validation: ValidationSet, commit: bool
+) -> Iterator[tuple[Sequence[MicroBatch], _Result]]:
+    """The micro-batches of each pass, and what it finds, in order; the ranks take them in turns, and each carries out
+    one at least, under which the step's update is applied."""
+    ranks, group = session.ranks, session.plan.group
+
+    def found(passes: Iterable[Sequence[MicroBatch]]) -> Iterator[tuple[Sequence[MicroBatch], _Result]]:
+        for data in evaluations(session, map(session.look, passes), commit=commit, with_statistics=True):
+            yield data.micro_batches, _Result(data.losses, data.right, data.scores, data.statistics)
+
     if ranks.count == 1:
-        yield from results
+        yield from found(validation.passes(group))
         return
-    of_rank = ranks.all_of(list(results))
-    yield from (of_rank[number % ranks.count][number // ranks.count] for number in range(len(passes)))
+    own = [*itertools.islice(validation.passes(group), ranks.rank, None, ranks.count)]
+    own = own or [*itertools.islice(validation.passes(group), 1)]
+    of_rank = ranks.all_of([result for _, result in found(own)])
+    for number, micro_batches in enumerate(validation.passes(group)):
+        yield micro_batches, of_rank[number % ranks.count][number // ranks.count]

@@ -291,8 +291,7 @@ def _refusal(question: Question, model: KnownModel, task: PlanRequest, error: Bu
     from penstock.app.planning.plan import machine_task
     from penstock.engine.forecast import advice
 
-    times = task.ranks if error.tier == "ram" else 1
-    short = times * (error.need_bytes - error.budget_bytes)
+    short = task.sharing(error.tier) * (error.need_bytes - error.budget_bytes)
     result = {"tier": error.tier, "short_bytes": short, "message": str(error)}
     context = task.recipe.data.sequence_length
     shorter = max((length for length in question.contexts if length < context), default=None)

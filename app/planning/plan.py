@@ -114,7 +114,9 @@ def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> 
     from penstock.engine.ranks.count import require_replicas, with_replicas
 
     device, count = "cpu" if on.gpu is None else "cuda", recipe.train.gpus or 1
-    budgets = machine_budgets(recipe.budgets, on).of_rank(count, shares_gpu=device == "cpu")
+    budgets = machine_budgets(recipe.budgets, on).of_rank(
+        count, shares_gpu=device == "cpu" and recipe.budgets.gpu is None
+    )
     recipe = with_replicas(replace(recipe, train=with_compute_dtype(recipe.train, device)), count)
     if spec is None:
         spec = _spec(recipe, device)

@@ -137,8 +137,7 @@ def _budgets(task: PlanRequest, sizes: Mapping[str, int], refusal: BudgetError |
             return [Change({}, f"a machine with {needs}") if lacking else Change(raised, f"budgets of {needs}")]
         if refusal.tier is None:
             break
-        shares = task.ranks if refusal.tier == "ram" else 1
-        raised[f"budgets.{refusal.tier}"] = least_text(shares * refusal.need_bytes)
+        raised[f"budgets.{refusal.tier}"] = least_text(task.sharing(refusal.tier) * refusal.need_bytes)
     return []
 
 

@@ -169,7 +169,7 @@ class Costs:
     def _add(self, op: Op) -> float:
         """Every rank's part is read, and the sum, which is written again."""
         moved = op.nbytes * (self.plan.problem.ranks + 2)
-        return COPY_S + moved / FP32 / (self._update * self._update_bytes / FP32)
+        return COPY_S + moved / (self._update * self._update_bytes)
 
     def _read(self, op: Op) -> float:
         return DISK_S + op.nbytes / self._nvme_read

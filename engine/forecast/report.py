@@ -111,7 +111,7 @@ def _validation_s(task: PlanRequest, plan: Plan, on: Conditions) -> float:
 
 def refusal(task: PlanRequest, machine: Machine, error: BudgetError) -> dict[str, Any]:
     """The forecast of what does not fit, without the changes that would make it fit (engine/forecast/advice.py)."""
-    times = task.ranks if error.tier == "ram" else 1
+    times = task.sharing(error.tier)
     return {
         "fits": False,
         **_task_json(task, machine, sum(rows(task))),

@@ -312,14 +312,17 @@ class PlanRequest:
             raise refused
         return result
 
+    def sharing(self, tier: str | None) -> int:
+        """How many ranks have a tier in common, of which budgets, needs and plans are one's share."""
+        return self.ranks if tier == "ram" else 1
+
     def changed(self, values: Mapping[str, Any]) -> PlanRequest:
         """The same with fields of the recipe changed. Raises UserError where a value is not allowed."""
         task = self
         for name, value in values.items():
             section, _, field = name.partition(".")
             if section == "budgets":
-                shares = self.ranks if field == "ram" else 1
-                sizes: dict[str, Any] = {field: parse_bytes(value, name) // shares}
+                sizes: dict[str, Any] = {field: parse_bytes(value, name) // self.sharing(field)}
                 task = replace(task, budgets=replace(task.budgets, **sizes))
             else:
                 changed: dict[str, Any] = {section: replace(getattr(task.recipe, section), **{field: value})}

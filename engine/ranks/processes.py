@@ -120,6 +120,8 @@ class Processes:
             process.wait()
         for reader in self._readers.values():
             reader.join(1.0)
+        for pipe in self._pipes.values():
+            pipe.close()
 
     def _watch(self) -> None:
         """Note the first rank that ends before it should, or hangs."""

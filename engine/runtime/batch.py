@@ -66,10 +66,8 @@ class EvaluationData(Batch):
     def losses(self) -> list[float]:
         """Of each micro-batch the sum of the negative log-likelihood of its targets by their weights, nats; the same
         whatever it is computed with."""
-        result = []
-        for m, scores in zip(
-            self.micro_batches, self.scores.split([m.num_targets for m in self.micro_batches]), strict=True
-        ):
+        result, of_each = [], self.scores.split([m.num_targets for m in self.micro_batches])
+        for m, scores in zip(self.micro_batches, of_each, strict=True):
             weighted = scores if m.weights is None else scores * m.weights[targets(m.labels, m.weights)].double()
             result.append(-math.fsum(weighted.tolist()))
         return result
@@ -89,10 +87,6 @@ class StepData(Batch):
     """All micro-batches of the step, of which `micro_batches` are those of this rank; loss, targets and weights are of
     all of them."""
 
-    @property
-    def num_trained(self) -> int:
-        return self.num_targets - sum(m.num_compared for m in self.whole)
-
     loss: float = math.nan
     grad_norm: float = math.nan
     chunk_losses: dict[int, float] = field(default_factory=dict)
@@ -104,6 +98,10 @@ class StepData(Batch):
     """What such an objective finds of its sequences."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """The optimizer's scalars by device type."""
+
+    @property
+    def num_trained(self) -> int:
+        return self.num_targets - sum(m.num_compared for m in self.whole)
 
 
 @dataclass(slots=True)

@@ -94,9 +94,8 @@ class Exchange:
     def share(self, losses: Mapping[int, float]) -> tuple[list[float], list[float]]:
         """The losses of a step's chunks by their number in the whole step, from those of this rank's chunks by index,
         and the squared norms of its buffers; once all ranks have theirs."""
-        self._ram.losses[self._numbers(range(len(self._plan.chunks)))] = 0.0
-        for index, loss in losses.items():
-            self._ram.losses[self.number(self._plan.chunks[index])] = loss
+        for chunk in self._plan.chunks:
+            self._ram.losses[self.number(chunk)] = losses.get(chunk.index, 0.0)
         self.meet("step")
         squares = self._ram.squares.tolist()
         of_buffer = [0.0] * len(self._plan.buffers)
@@ -105,9 +104,6 @@ class Exchange:
             if not buffer.frozen:
                 of_buffer[i] = math.fsum(squares[first : first + buffer.num_parts])
         return self._ram.losses.tolist(), of_buffer
-
-    def _numbers(self, indices: range) -> list[int]:
-        return [self.number(self._plan.chunks[index]) for index in indices]
 
     def number(self, chunk: Chunk) -> int:
         """Where a chunk of this rank is among those of the whole step."""

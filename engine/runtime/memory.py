@@ -214,12 +214,11 @@ def allocate_ram(plan: Plan, rank: int = 0, shared: HostArena | None = None) -> 
             ram.rings[owner].append(slot)
     for buffer in plan.buffers.values():
         name, dtypes, own = buffer.name, _dtypes(plan, buffer, "ram"), buffer.owned_numel(rank)
-        held = {kind: (buffer.numel, common) if kind == "weights" else (own, ram.arena) for kind in dtypes}
-        ram.buffers[name] = {
-            kind: typed(f"{name}.{kind}", *(held[kind][0], dtype), held[kind][1])
-            for kind, dtype in dtypes.items()
-            if held[kind][0]
-        }
+        ram.buffers[name] = {}
+        for kind, dtype in dtypes.items():
+            numel, arena = (buffer.numel, common) if kind == "weights" else (own, ram.arena)
+            if numel:
+                ram.buffers[name][kind] = typed(f"{name}.{kind}", numel, dtype, arena)
         if buffer.sums == "ram":
             # What is complete takes the place of what was summed so far.
             ram.sums[name] = ram.buffers[name]["gradient"]

@@ -109,11 +109,9 @@ class Counters:
 
     def wait(self, index: int, value: int) -> None:
         """Return once a counter is no less than `value`; raises what `check` does."""
-        while (now := int(self._words[index])) < value:
+        while (now := self[index]) < value:
             self._check()
             self._sleep(index, now)
-        with self._fence:
-            pass
 
     def _sleep(self, index: int, seen: int) -> None:
         """Return when the counter is no longer `seen`, or after LOOK_S, or for no reason."""
