@@ -48,7 +48,7 @@ class Computing:
             train = TrainConfig(steps=1)
             work = plan, runner, find_optimizer(train).make("fused"), source, self._gpu, ram
             self.runtime = Runtime(*work, train, logits_bytes, lambda step: None)
-            self.carrier = BatchCarrier(plan.chunks, device, sequences=plan.problem.sequences)
+            self.carrier = BatchCarrier(plan, device)
             self._begin()
             undo.pop_all()
 

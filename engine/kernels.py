@@ -26,7 +26,8 @@ from penstock.engine.machine.presets import attention_rates
 from penstock.engine.machine.profile import Machine
 from penstock.engine.model import sums
 from penstock.engine.model.spec import ModelSpec
-from penstock.engine.plan.plan import Filled, Plan
+from penstock.engine.plan.chunks import Filled
+from penstock.engine.plan.plan import Plan
 from penstock.storage.files.untrusted import one_line
 
 _INSTALL = {

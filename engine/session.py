@@ -91,7 +91,7 @@ class Session:
     ) -> None:
         """`lanes`, `reservation`, `uploads` and `rewards` are closed with the session; whoever gets an error here
         closes them. `ranks`: each has a session of the same plan."""
-        checklist = checklist or Checklist()
+        checklist, plan = checklist or Checklist(), plan.of_rank(ranks.rank)
         self.spec, self.plan, self.store, self.loader, self.recipe = spec, plan, store, loader, recipe
         self.validation, self.prompts, self.device, self.ranks = validation, prompts, device, ranks
         train = recipe.train
@@ -149,13 +149,7 @@ class Session:
         loader.seek(store.meta["cursor"])
         self.settings, self.executor = lanes.settings, lanes.executor
         self._lanes, self._reservation, self.uploads, self._vision = lanes, reservation, uploads, vision
-        self.carrier = BatchCarrier(
-            plan.chunks,
-            device,
-            compiled=compute.runner.compiled,
-            sequences=plan.problem.sequences,
-            apart=plan.problem.apart,
-        )
+        self.carrier = BatchCarrier(plan, device, compiled=compute.runner.compiled)
         with checklist.step("allocating memory"):
             give_back_memory()  # what compiling and timing the ops left
             store.add_scratch(scratch_arrays(plan))

@@ -83,15 +83,18 @@ class _Result(NamedTuple):
 def _evaluated(
     session: Session, validation: ValidationSet, commit: bool
 ) -> Iterator[tuple[Sequence[MicroBatch], _Result]]:
-    """The micro-batches of each pass, and what it finds, in order; the ranks take them in turns, and each carries out
-    one at least, under which the step's update is applied."""
+    """The micro-batches of each pass, and what it finds, in order. The ranks take them in turns, and each carries out
+    one at least, under which the step's update is applied; or they share each."""
     ranks, group = session.ranks, session.plan.group
 
     def found(passes: Iterable[Sequence[MicroBatch]]) -> Iterator[tuple[Sequence[MicroBatch], _Result]]:
         for data in evaluations(session, map(session.look, passes), commit=commit, with_statistics=True):
+            if session.plan.problem.sharded:
+                found_by_all = ranks.all_of(data.of_chunks)
+                data.take(dict(itertools.chain.from_iterable(each.items() for each in found_by_all)))
             yield data.micro_batches, _Result(data.losses, data.right, data.scores, data.statistics)
 
-    if ranks.count == 1:
+    if ranks.count == 1 or session.plan.problem.sharded:
         yield from found(validation.passes(group))
         return
     own = [*itertools.islice(validation.passes(group), ranks.rank, None, ranks.count)]

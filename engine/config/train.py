@@ -31,9 +31,12 @@ class TrainConfig:
     """Sequences processed together, as one stream of tokens. GPU memory for keys and values grows with their total
     length."""
     replicas: int | None = None
-    """Into how many equal parts a step's sequences are divided, whose gradients are computed apart and added in one
-    order: GPUs share them out, and any number of GPUs that divides it gives the same bits. none: as many as a new run
-    has GPUs."""
+    """Into how many equal parts a step is divided, whose gradients are computed apart and added in one order: GPUs
+    share them out, and any number of GPUs that divides it gives the same bits. none: as many as a new run has GPUs."""
+    parallel: Literal["auto", "data", "context"] = "auto"
+    """What these parts are. data: some of the step's sequences each. context: a shard of every sequence, for contexts
+    too long for one GPU or batches of fewer sequences than there are GPUs. auto is data where the sequences can be
+    divided so."""
     chunk_tokens: int | None = None
     """Tokens per chunk, the unit of activation memory. Any number works; none lets the plan choose."""
     activation_checkpointing: Literal["auto", "full", "selective", "none"] = "auto"
@@ -153,9 +156,10 @@ class TrainConfig:
             )
         parts = self.global_batch_size // self.micro_batch_size
         require(
-            self.replicas is None or parts % self.replicas == 0,
+            self.parallel != "data" or parts % (self.replicas or 1) == 0,
             f"train.replicas: the {parts} micro-batches of a step (train.global_batch_size / train.micro_batch_size) "
-            f"cannot be divided into {self.replicas} equal parts; set a divisor of {parts}",
+            f"cannot be divided into {self.replicas} equal parts; set a divisor of {parts}, or train.parallel=context "
+            "to divide each sequence",
         )
         require("" not in self.freeze, 'train.freeze: a pattern is empty; write for example "*embed_tokens*"')
         require(-(2**63) <= self.seed < 2**63, f"train.seed: {self.seed} has more than 64 bits")
@@ -173,6 +177,13 @@ class TrainConfig:
         aux = self.router_aux_loss
         require(aux is None or aux >= 0, f"train.router_aux_loss: {aux} must not be negative")
         require(self.weight_decay >= 0, f"train.weight_decay: {self.weight_decay} must not be negative")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether replicas are shards of every sequence (context parallel)."""
+        replicas = self.replicas or 1
+        divides = self.global_batch_size // self.micro_batch_size % replicas == 0
+        return replicas > 1 and (self.parallel == "context" or (self.parallel == "auto" and not divides))
 
     def _check_schedule(self) -> None:
         """The learning rate over steps and parameters; patterns are checked later, when the model is known."""

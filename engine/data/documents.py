@@ -10,7 +10,7 @@ from penstock.engine.data.corpus.files import TokenCorpus
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.events import StepDocument
 from penstock.engine.model.tokens import MicroBatch, total_weight
-from penstock.engine.plan.plan import Chunk
+from penstock.engine.plan.chunks import Chunk
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import one_line
 

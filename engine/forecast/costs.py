@@ -15,7 +15,8 @@ from msgspec import structs
 
 from penstock.engine.attention.pairs import chunk_pairs
 from penstock.engine.machine.profile import AttentionRate, Machine
-from penstock.engine.plan.plan import Filled, Plan, offloaded_graph_bytes
+from penstock.engine.plan.chunks import Filled
+from penstock.engine.plan.plan import Plan, offloaded_graph_bytes
 from penstock.engine.plan.problem import FP32, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
@@ -76,7 +77,7 @@ class Conditions:
     """Per micro-batch the sorted starts of its documents, with their prefixes (attention/spans.py); None: every row is
     one."""
     filled: Filled | None = None
-    """Per micro-batch its tokens before the padding (plan.filled_chunks); None: there is none."""
+    """Per micro-batch its tokens before the padding (Plan.filled_chunks); None: there is none."""
 
 
 def representatives(blocks: Sequence[BlockShape]) -> list[str]:
@@ -105,6 +106,8 @@ class Costs:
         self._calibration = on.calibration or Calibration()
         self._documents = plan.row_documents if on.documents is None else on.documents
         self._chunks = {chunk.index: chunk for chunk in plan.filled_chunks(on.filled)}
+        streams = plan.filled_streams(on.filled) if plan.streamed else ()
+        self._keys = {(chunk.micro_batch, chunk.ordinal): chunk for stream in streams for chunk in stream}
         self._tokens_of_step = sum(chunk.end - chunk.start for chunk in self._chunks.values())
         self._tokens_of_group = max(
             (sum(chunk.end - chunk.start for chunk in group) for group in plan.groups(list(self._chunks.values()))),
@@ -206,12 +209,12 @@ class Costs:
         work = op.action.work
         if not block.attends or work.pairs is None:
             return 0
-        key = (self._same[op.block], op.index, op.slots[a.KEYS] if work.one_chunk_of_keys else WHOLE)
+        key = self._same[op.block], op.index, op.slots[a.KEYS] if work.one_chunk_of_keys else WHOLE
         if key not in self._pairs:
             chunk = self._chunks[op.index]
             documents, keys = self._documents[chunk.micro_batch], None
             if work.one_chunk_of_keys:
-                other = self._chunks[op.slots[a.KEYS]]
+                other = self._keys[chunk.micro_batch, op.slots[a.KEYS]]
                 keys = other.start, other.end
             ranges = chunk.start, chunk.end, documents, block.sliding_window, block.span_tokens, keys
             self._pairs[key] = chunk_pairs(*ranges)

@@ -18,8 +18,9 @@ from penstock.engine.attention.spans import Prefix, prefixes_of
 from penstock.engine.forecast.costs import Conditions, Costs, representatives
 from penstock.engine.forecast.simulate import Clocks, Simulation, simulate
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.plan import BufferPlan, Chunk, Plan, cut_chunks
-from penstock.engine.plan.problem import FP32, BlockShape
+from penstock.engine.plan.chunks import Chunk, Streams, cut_chunks, own
+from penstock.engine.plan.plan import BufferPlan, Plan
+from penstock.engine.plan.problem import FP32, BlockShape, PlanInput, PlanOptions
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.action import LANES
 from penstock.engine.schedule.builder import ScheduleBuilder
@@ -71,8 +72,8 @@ def estimate_evaluation(plan: Plan, on: Conditions, *, of_reference: bool = Fals
 def evaluation_spent(plan: Plan, on: Conditions, *, of_reference: bool = False, full: bool = False) -> Spent:
     """Of one group's documents."""
 
-    def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
-        return evaluation(plan, 1, 1, documents=documents, chunks=chunks, of_reference=of_reference)
+    def make(plan: Plan, documents: Documents, streams: Streams) -> Pass:
+        return evaluation(plan, 1, 1, documents=documents, streams=streams, of_reference=of_reference)
 
     return _spent(make, plan, on, full)
 
@@ -126,7 +127,8 @@ def sampling_spent(
     """Of `new` tokens of each of so many sequences, of which `read` earlier rows are there; attention moves as many
     bytes as `moved` of them have."""
 
-    def make(plan: Plan, documents: Documents, chunks: Sequence[Chunk]) -> Pass:
+    def make(plan: Plan, documents: Documents, streams: Streams) -> Pass:
+        chunks = list(own(streams))
         last = [chunks[-1].index]
         return sampling(plan, 1, -1, chunks=chunks, wanted=last, read_tokens=read, moved_tokens=moved)
 
@@ -147,7 +149,7 @@ class Spent:
     """Lane -> seconds in which it had an op under way."""
 
 
-def _spent(make: Callable[[Plan, Documents, Sequence[Chunk]], Pass], plan: Plan, on: Conditions, full: bool) -> Spent:
+def _spent(make: Callable[[Plan, Documents, Streams], Pass], plan: Plan, on: Conditions, full: bool) -> Spent:
     """Of the pass forward that `make` makes of documents and chunks of one group."""
     runs: list[_Run] = []
     if full or num_ops(plan) <= FULL_OPS:
@@ -156,8 +158,8 @@ def _spent(make: Callable[[Plan, Documents, Sequence[Chunk]], Pass], plan: Plan,
         # Where all chunks' hidden states fit their slots, none crosses the link.
         runs, costs = _small(plan, on, ACTIVATIONS["x"].slots)
     small, documents, filled = costs.plan, costs.on.documents, costs.on.filled
-    clocks, chunks = Clocks(on.machine), [c for c in small.filled_chunks(filled) if c.micro_batch < small.group]
-    clocks.run(ScheduleBuilder(small).ops(make(small, documents or small.row_documents, chunks)), costs)
+    clocks, streams = Clocks(on.machine), small.filled_streams(filled)[: small.group]
+    clocks.run(ScheduleBuilder(small).ops(make(small, documents or small.row_documents, streams)), costs)
     ends = {op.block: end for op, _, end in clocks.times if op.lane == "compute"}
     dropped_s = sum(run.dropped * _pace([ends[plan.blocks[i].name] for i in run.blocks], run) for run in runs)
     references = plan.problem.references
@@ -197,7 +199,7 @@ def num_ops(plan: Plan) -> int:
     """About how many ops a step has."""
     chunk_ops = 14 * len(plan.chunks) * len(plan.blocks)
     if plan.streamed:
-        chunk_ops += 4 * len(plan.chunks) * plan.window_chunks * len(plan.blocks)
+        chunk_ops += 4 * len(plan.chunks) * plan.stream_chunks * len(plan.blocks)
     own = [b for b in plan.buffers.values() if b.reference_of is None]
     read = sum(b.num_parts for b in own if b.frozen and b.weights == "nvme")
     return chunk_ops + read + sum(4 * b.num_parts for b in plan.buffers.values() if b.state in ("ram", "nvme"))
@@ -253,10 +255,9 @@ def _few_groups(plan: Plan, on: Conditions) -> tuple[Plan, Conditions]:
     members = [*range(2 * group), *range((plan.num_groups - 1) * group, p.micro_batches)]
     replicas = p.ranks * (len(members) // p.apart) if p.apart else p.replicas
     problem = replace(p, micro_batches=len(members), replicas=replicas)
-    chunks = cut_chunks(len(members), p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
     documents = None if on.documents is None else [on.documents[i] for i in members]
     filled = None if on.filled is None else [on.filled[i] if i < len(on.filled) else 0 for i in members]
-    return replace(plan, problem=problem, chunks=chunks), replace(on, documents=documents, filled=filled)
+    return replace(plan, problem=problem, chunks=cut_chunks(problem)), replace(on, documents=documents, filled=filled)
 
 
 def _few_parts(plan: Plan) -> Plan:
@@ -272,6 +273,8 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
     if times == 1:
         return plan
     p = plan.problem
+    if p.sharded:
+        return _few_shared_chunks(plan, times)
     within, batches = _group(plan, times)
     problem = replace(p, rows=p.rows * batches, micro_batches=-(-p.micro_batches // batches))
     chunks: list[Chunk] = []
@@ -285,7 +288,25 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
             shift = [(c.micro_batch - batch) * plan.window_tokens for c in (group[0], group[-1])]
             of |= dict.fromkeys((c.index for c in group), len(chunks))
             start, end = group[0].start + shift[0], group[-1].end + shift[1]
-            chunks.append(Chunk(index=len(chunks), micro_batch=batch // batches, local=local, start=start, end=end))
+            where = {"micro_batch": batch // batches, "local": local, "ordinal": local, "start": start, "end": end}
+            chunks.append(Chunk(index=len(chunks), **where))
+    choice = replace(plan.choice, group=plan.group // batches if plan.num_groups > 1 else 0)
+    return _with_chunks(plan, problem, choice, tuple(chunks), of)
+
+
+def _few_shared_chunks(plan: Plan, times: int) -> Plan:
+    """The same where ranks share each sequence, with pieces of fewer chunks."""
+    problem = replace(plan.problem, chunk_tokens=plan.problem.chunk_tokens * times)
+    chunks = cut_chunks(problem)
+    before, after = plan.window_chunks, len(chunks) // problem.micro_batches
+    of = {c.index: c.micro_batch * after + c.local * after // before for c in plan.chunks}
+    return _with_chunks(plan, problem, plan.choice, chunks, of)
+
+
+def _with_chunks(
+    plan: Plan, problem: PlanInput, choice: PlanOptions, chunks: tuple[Chunk, ...], of: Mapping[int, int]
+) -> Plan:
+    """The plan of other chunks; `of`: chunk of the plan -> the one that it is part of."""
     sizes = Counter(of[c.index] for c in plan.group_chunks)
 
     def shared(keys: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
@@ -307,8 +328,8 @@ def _few_chunks(plan: Plan, times: int) -> Plan:
     return replace(
         plan,
         problem=problem,
-        choice=replace(plan.choice, group=plan.group // batches if plan.num_groups > 1 else 0),
-        chunks=tuple(chunks),
+        choice=choice,
+        chunks=chunks,
         spilled=shared(plan.spilled) - in_place - on_gpu,
         saved_on_gpu=on_gpu,
         saved_graphs=in_place | offloaded,

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from penstock.engine.attention.pairs import visible_pairs
 from penstock.engine.model.spec import EMBED, AttentionShape, BlockSpec, ModelSpec, block_of
-from penstock.engine.plan.plan import Filled, Plan
+from penstock.engine.plan.chunks import Filled
+from penstock.engine.plan.plan import Plan
 from penstock.storage.tier.layout import ParamSpec
 
 BACKWARD = 2

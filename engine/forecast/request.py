@@ -30,7 +30,8 @@ from penstock.engine.model.spec import ModelSpec, depths
 from penstock.engine.objectives.base import find_objective
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.optim.groups import lr_factors
-from penstock.engine.plan.plan import Filled, Plan
+from penstock.engine.plan.chunks import Filled
+from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.planner import make_plan, sample_spaces
 from penstock.engine.plan.problem import (
     DTYPE_BYTES,
@@ -129,8 +130,9 @@ class PlanRequest:
             hidden_size=spec.hidden_size,
             compute_dtype=train.compute_dtype,
             gradient_dtype=train.gradient_dtype,
-            micro_batches=train.global_batch_size // train.micro_batch_size // self.ranks,
+            micro_batches=train.global_batch_size // train.micro_batch_size // (1 if train.sharded else self.ranks),
             replicas=train.replicas or 1,
+            sharded=train.sharded,
             ranks=self.ranks,
             rows=train.micro_batch_size,
             row_tokens=data.sequence_length,

@@ -64,15 +64,15 @@ def simulate(costs: Costs, *, settled: bool = True) -> Simulation:
     half the time to find out.
     """
     plan, on = costs.plan, costs.on
-    builder, clocks, chunks = ScheduleBuilder(plan), Clocks(on.machine), plan.filled_chunks(on.filled)
+    builder, clocks, streams = ScheduleBuilder(plan), Clocks(on.machine), plan.filled_streams(on.filled)
     start = 0.0
     if settled:
-        first = builder.ops(training(plan, 1, documents=on.documents, chunks=chunks))
+        first = builder.ops(training(plan, 1, documents=on.documents, streams=streams))
         clocks.run(first, costs)
         start = clocks.done_at[first[-1].id]
     else:
         builder.follow(1)
-    second = builder.ops(training(plan, 2, documents=on.documents, chunks=chunks))
+    second = builder.ops(training(plan, 2, documents=on.documents, streams=streams))
     clocks.run(second, costs, from_s=start + BETWEEN_STEPS_S)
     end = clocks.done_at[second[-1].id]
     spans = clocks.spans(start)

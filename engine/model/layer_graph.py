@@ -136,6 +136,11 @@ class LayerGraph:
         assert isinstance(end, Tensor)
         return end
 
+    def dx_past(self) -> Tensor:
+        """dx [n, hidden] as far as it does not come through attention, after `top`, of a graph that is cut."""
+        assert isinstance(self.x, Tensor)
+        return torch.zeros_like(self.x[0]) if self._dx is None else self._dx[0]
+
     def dx(self) -> Tensor:
         """dx [n, hidden], after `top`, of a graph that is not cut."""
         assert self._dx is not None

@@ -419,6 +419,17 @@ class LayerRunner:
         graph._project = project
         return graph
 
+    def projected(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs) -> LayerGraph:
+        """What layer `index` asks of attention for x [n, hidden], with a graph for `bottom` alone."""
+        template = self._template(index)
+        products, names, parameters = self._summed(index, template.recomputed, x)
+        x = x[None].detach().requires_grad_()
+        with torch.enable_grad():
+            projection = self._project(index, weights, x, inputs.calls[index], template.recompute)
+        return LayerGraph(
+            x=x, y=projection.q, names=names, parameters=parameters, products=products, projection=projection
+        )
+
     def save_graph(
         self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None
     ) -> tuple[LayerGraph, Tensor]:

@@ -26,7 +26,7 @@ class ActivationKind:
     gpu: str
     """Memory on the compute device, as schedule/resources.py names it; kinds may share one."""
     slots: int = 0
-    """Chunks of it that are on the compute device at once; 0: in windows (plan/plan.py: window_bytes)."""
+    """Chunks of it that are on the compute device at once; 0: in windows (plan/windows.py: window_bytes)."""
     ram: str | None
     """Memory in RAM, where it is not among what is saved."""
     saved: bool = False
@@ -114,6 +114,16 @@ _ROWS = (
         bytes_per_token=lambda problem, block: block.kv_numel_per_token * FP32,
         gpu="gpu.dkv",
         ram="ram.window_dkv",
+    ),
+    # Where ranks share sequences, between two ops of a chunk's backward. Slots: as of attention's output.
+    ActivationKind(
+        name="dq",
+        says="the gradient of queries",
+        bytes_per_token=lambda problem, block: block.q_numel_per_token * problem.compute_bytes * problem.sharded,
+        bytes_per_chunk=lambda problem, block: block.lse_bytes_per_token * problem.sharded,  # of the sinks
+        gpu="gpu.dq",
+        slots=3,
+        ram="ram.window_dq",
     ),
     # Slots: what the running op begins with and what it ends with, the next one's, one on its way out.
     ActivationKind(

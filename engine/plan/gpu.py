@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.plan import activation_slots, aligned, gib, graph_slot_bytes, sample_regions, window_bytes
+from penstock.engine.plan.plan import activation_slots, aligned, gib, graph_slot_bytes, sample_regions
 from penstock.engine.plan.problem import FP32, LAYER_POOLS, POOLS, BufferShape, PlanInput, PlanOptions, Pool
 from penstock.engine.plan.saving import Saving
+from penstock.engine.plan.windows import window_bytes
 from penstock.storage.files.errors import BudgetError
 from penstock.storage.files.units import least_text
 
@@ -87,7 +88,9 @@ class GpuPlacement(Saving):
                 # blocks share stays from one to the other.
                 summed = sum(b.name not in self.sums for b in trained)
                 more = 1 + self.shares[pool] if self.grouped else 0
-                gradients[pool] = min(summed, self.at_once[pool] + layer * (1 + more))
+                # A shard's gradient is complete only once all shards have given theirs of its keys and values.
+                apart = self.problem.rounds if self.problem.sharded and layer else 1
+                gradients[pool] = min(summed * apart, self.at_once[pool] * apart + layer * (1 + more))
         return weights, gradients, nbytes
 
     def gpu_parts(self) -> dict[str, int]:

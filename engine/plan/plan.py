@@ -15,12 +15,11 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from penstock.engine.plan.activations import ACTIVATIONS, BETWEEN, largest
+from penstock.engine.plan.chunks import Chunk, Filled, Streams, cut_chunks, filled_streams, own, streams
 from penstock.engine.plan.problem import (
     ALIGNMENT,
-    DKV_SLOTS,
     FP32,
     GRAPH_SLACK_BYTES,
-    KV_SLOTS,
     SAMPLE_STAGES,
     UPDATE_PARTS,
     BlockShape,
@@ -33,9 +32,6 @@ from penstock.engine.plan.problem import (
 
 Graph = Literal["gpu", "offloaded"] | None
 """Where the saved graph of a layer's chunk is; None: it is not saved."""
-
-Filled = Sequence[int | None]
-"""Per micro-batch its tokens before the padding that ends it; None: it has no padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,19 +99,6 @@ class BufferPlan(BufferShape):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """A contiguous range of tokens of one micro-batch's stream."""
-
-    index: int
-    """Position within the step."""
-    micro_batch: int
-    local: int
-    """Position within the micro-batch."""
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TierPlan:
     """Bytes of one tier; `parts` adds up to `peak_bytes`."""
 
@@ -157,6 +140,22 @@ class Plan:
     windows: int
     """Windows for keys and values that are there whole; micro-batches take them in turn."""
     tiers: dict[str, TierPlan]
+    rank: int = 0
+    """Whose chunks they are, where ranks share each sequence."""
+
+    def of_rank(self, rank: int) -> Plan:
+        """The plan of another rank, which has as much of everything."""
+        return replace(self, rank=rank, chunks=cut_chunks(self.problem, rank)) if self.problem.sharded else self
+
+    @property
+    def streams(self) -> Streams:
+        """Per micro-batch all of its chunks, of this rank or not."""
+        if self.problem.sharded:
+            return streams(self.problem, self.rank)
+        result: dict[int, list[Chunk]] = {}
+        for chunk in self.chunks:
+            result.setdefault(chunk.micro_batch, []).append(chunk)
+        return list(result.values())
 
     @property
     def blocks(self) -> tuple[BlockShape, ...]:
@@ -178,11 +177,14 @@ class Plan:
 
     def replica(self, chunk: Chunk) -> int:
         """Which of a rank's replicas, by round, a chunk of the step belongs to."""
+        if self.problem.sharded:
+            return chunk.shard // self.problem.ranks
         return chunk.micro_batch // self.problem.replica_micro_batches
 
     def begins_replica(self, chunk: Chunk) -> bool:
-        """Whether backward is through with a replica behind that chunk."""
-        return chunk.local == 0 and chunk.micro_batch % self.problem.replica_micro_batches == 0
+        """Whether backward is through with a replica behind that chunk, the last one of its visit."""
+        first = self.problem.sharded or chunk.local == 0
+        return first and chunk.micro_batch % self.problem.replica_micro_batches == 0
 
     @property
     def group_chunks(self) -> tuple[Chunk, ...]:
@@ -220,13 +222,20 @@ class Plan:
         """Per micro-batch the starts of its documents when every row is one."""
         return [list(range(0, self.window_tokens, self.problem.row_tokens))] * self.problem.micro_batches
 
+    def filled_streams(self, filled: Filled | None, multiple: int = 1) -> Streams:
+        """`streams` of a step whose micro-batches have `filled` tokens before their padding."""
+        if filled is None:
+            return self.streams
+        return filled_streams(self.streams, filled, multiple, 1 if self.problem.sharded else self.problem.apart)
+
     def filled_chunks(self, filled: Filled | None) -> Sequence[Chunk]:
-        """What a step computes whose micro-batches have `filled` tokens before their padding."""
-        return self.chunks if filled is None else filled_chunks(self.chunks, filled, replica=self.problem.apart)
+        """What the rank computes of it."""
+        return self.chunks if filled is None else list(own(self.filled_streams(filled)))
 
     @property
     def max_chunk_tokens(self) -> int:
-        return max(chunk.end - chunk.start for chunk in self.chunks)
+        chunks = self.streams[0] if self.problem.sharded else self.chunks
+        return max(chunk.end - chunk.start for chunk in chunks)
 
     @property
     def spill_bytes(self) -> int:
@@ -235,7 +244,13 @@ class Plan:
 
     @property
     def window_chunks(self) -> int:
+        """Chunks of a micro-batch that the rank computes."""
         return bisect_right(self.chunks, 0, key=attrgetter("micro_batch"))
+
+    @property
+    def stream_chunks(self) -> int:
+        """Chunks of a micro-batch, whoever computes them."""
+        return len(self.streams[0]) if self.problem.sharded else self.window_chunks
 
     def saved_activations(self, block: int, chunk: int) -> dict[str, int]:
         """Kind -> bytes of what is saved for backward of a layer's chunk: x, saved, kv, recurrent, graph."""
@@ -333,38 +348,6 @@ class Plan:
         }
 
 
-def cut_chunks(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int, per_row: bool) -> tuple[Chunk, ...]:
-    """The chunks of one step: each micro-batch's stream cut every `chunk_tokens`, or once per row."""
-    total = rows * row_tokens
-    width = row_tokens if per_row else min(chunk_tokens, total)
-    bounds = [(start, min(start + width, total)) for start in range(0, total, width)]
-    return tuple(
-        Chunk(index=m * len(bounds) + local, micro_batch=m, local=local, start=start, end=end)
-        for m in range(micro_batches)
-        for local, (start, end) in enumerate(bounds)
-    )
-
-
-def filled_chunks(chunks: Sequence[Chunk], filled: Filled, multiple: int = 1, replica: int = 0) -> list[Chunk]:
-    """The chunks that a batch needs whose micro-batches have `filled` tokens before their padding (None: it has none).
-
-    What begins in the padding is left out, and what it begins in ends there, rounded up to `multiple` tokens from the
-    chunk's start. The first chunk always stays, and that of every `replica` micro-batches, where it is above 0: a step
-    goes through every block, whatever it holds.
-    """
-    result = []
-    for chunk in chunks:
-        if chunk.micro_batch >= len(filled):
-            break
-        end = filled[chunk.micro_batch]
-        real = chunk.end if end is None else end - chunk.start
-        begins = chunk.local == 0 and (chunk.index == 0 or bool(replica and chunk.micro_batch % replica == 0))
-        if real > 0 or begins:
-            end = min(chunk.end, chunk.start + max(1, -(-real // multiple)) * multiple)
-            result.append(chunk if end == chunk.end else replace(chunk, end=end))
-    return result
-
-
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -382,16 +365,16 @@ def saved_activations(
     """Kind -> bytes, in whole pages, of what is saved for backward of `tokens` tokens of a layer; nothing without a
     backward.
 
-    x, sent: its inputs; saved: attention's output and log-sum-exp; kv: keys and values; recurrent: the state that it
-    begins with; graph: all that its graph holds, of which x and saved are part. `graph`: where that is, if it is saved;
-    `first`: it begins a micro-batch.
+    x, sent: its inputs; saved: attention's output and log-sum-exp; kv: keys and values, unless ranks give each other
+    theirs once more; recurrent: the state that it begins with; graph: all that its graph holds, of which x and saved
+    are part. `graph`: where that is, if it is saved; `first`: it begins a micro-batch.
     """
     shape = problem.blocks[block]
     if not (shape.backward and shape.saved_inputs):
         return {}
     kinds = () if graph else shape.saved_inputs
     if shape.attends and not recomputed:
-        kinds += ("kv",) if graph else ("saved", "kv")
+        kinds += ("kv",) if graph else ("saved",) if problem.sharded else ("saved", "kv")
     if shape.recurrent and not first:
         kinds += ("recurrent",)
     result = {kind: aligned(ACTIVATIONS[kind].nbytes(problem, shape, tokens)) for kind in kinds}
@@ -430,40 +413,6 @@ def between_bytes(problem: PlanInput, tokens: int) -> dict[str, int]:
 
 def gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
-
-
-def _widest(blocks: tuple[BlockShape, ...], name: str) -> int:
-    widths: list[int] = [getattr(block, name) for block in blocks]
-    return max(widths)
-
-
-def window_bytes(problem: PlanInput, max_chunk: int, streamed: bool, windows: int) -> dict[str, list[int]]:
-    """What a layer's chunks hand to one another on the compute device: name -> bytes of each buffer, in whole pages.
-
-    The gradient of a recurrent state (drecurrent). Of attention, whole: keys and values of `windows` micro-batches (kv)
-    and float32 gradients of one (dkv). Streamed: KV_SLOTS and DKV_SLOTS chunks of them; of the running chunk queries
-    (q), the gradient of attention's output (dout), and in float32 the partial output and its log-sum-exp, or the
-    queries' gradient (partial, partial_lse).
-    """
-    blocks = problem.blocks
-    kv, kv_numel = _widest(blocks, "kv_bytes_per_token"), _widest(blocks, "kv_numel_per_token")
-    if problem.continues_only:
-        return {}
-    states = aligned(_widest(blocks, "recurrent_bytes"))
-    of_states = {"drecurrent": [states]} if states and problem.trains else {}
-    if not streamed:
-        tokens = problem.rows * problem.row_tokens
-        summed = {"dkv": [aligned(tokens * kv_numel * FP32)]} if problem.trains else {}
-        return {"kv": [aligned(tokens * kv)] * windows} | summed | of_states
-    q, out = _widest(blocks, "q_numel_per_token"), _widest(blocks, "out_numel_per_token")
-    return of_states | {
-        "kv": [aligned(max_chunk * kv)] * KV_SLOTS,
-        "dkv": [aligned(max_chunk * kv_numel * FP32)] * DKV_SLOTS,
-        "q": [aligned(max_chunk * q * problem.compute_bytes)],
-        "dout": [aligned(max_chunk * out * problem.compute_bytes)],
-        "partial": [aligned(max_chunk * max(q, out) * FP32)],
-        "partial_lse": [aligned(max_chunk * _widest(blocks, "lse_bytes_per_token"))],
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,20 +460,3 @@ def boundary_chunks(problem: PlanInput, group_chunks: tuple[Chunk, ...]) -> tupl
 def stay_in_slots(problem: PlanInput, chunks: int) -> bool:
     """Whether a forward without backward leaves so many chunks in their slots: the running op takes one slot more."""
     return chunks < ACTIVATIONS["x"].slots and list(between_bytes(problem, 1)) == [ACTIVATIONS["x"].ram]
-
-
-def attention_regions(
-    problem: PlanInput, chunks: tuple[Chunk, ...], streamed: bool, recomputing: bool, spilling: bool
-) -> dict[str, list[int]]:
-    """RAM that one block's pass over a micro-batch needs beside what is saved: name -> bytes per chunk, in whole pages.
-    saved: attention's output and log-sum-exp, computed again; kv: unsaved keys and values; dkv: their float32
-    gradients."""
-    tokens = [chunk.end - chunk.start for chunk in chunks if chunk.micro_batch == 0]
-    blocks = problem.blocks
-    unsaved = any(block.attends and not block.backward for block in blocks)
-    wanted = {
-        "saved": _widest(blocks, "saved_bytes_per_token") * recomputing,
-        "kv": _widest(blocks, "kv_bytes_per_token") * (streamed and (recomputing or spilling or unsaved)),
-        "dkv": _widest(blocks, "kv_numel_per_token") * FP32 * streamed,
-    }
-    return {name: [aligned(n * size) for n in tokens] if size else [] for name, size in wanted.items()}

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import get_args
 
+from penstock.engine.plan.chunks import cut_chunks
 from penstock.engine.plan.gpu import GpuPlacement, listing
 from penstock.engine.plan.plan import (
     BufferPlan,
     Plan,
     TierPlan,
     aligned,
-    attention_regions,
     between_bytes,
     boundary_chunks,
     gib,
@@ -35,6 +35,7 @@ from penstock.engine.plan.problem import (
     Tier,
 )
 from penstock.engine.plan.saving import fitting, spread
+from penstock.engine.plan.windows import attention_regions, shared_window_bytes
 from penstock.storage.files.errors import BudgetError
 from penstock.storage.files.units import least_text
 from penstock.storage.tier.chunk import ChunkFormat
@@ -79,9 +80,9 @@ class _Planner(GpuPlacement):
         return sum(count * sum(between_bytes(self.problem, tokens).values()) for tokens, count in lengths.items())
 
     def block_bytes(self, spilling: bool) -> int:
-        """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions."""
+        """RAM of one block's pass over a micro-batch, whatever is saved: see attention_regions, shared_regions."""
         regions = attention_regions(self.problem, self.group_chunks, self.streamed, bool(self.recomputed), spilling)
-        return sum(size for sizes in regions.values() for size in sizes)
+        return shared_window_bytes(self.problem) + sum(size for sizes in regions.values() for size in sizes)
 
     def place_ram(self) -> _RamPlacement:
         """Tier of every kind of the buffers not on the GPU and of every saved activation; RAM by use.
@@ -286,7 +287,7 @@ class _Planner(GpuPlacement):
             problem=p,
             choice=self.choice,
             buffers=buffers,
-            chunks=self.chunks,
+            chunks=cut_chunks(p),
             weight_slots=weights,
             weight_slot_bytes=slot_bytes,
             gradient_slots=gradients,

@@ -298,6 +298,8 @@ class PlanInput:
     """Of a step, as far as one rank computes it."""
     replicas: int = 1
     """Parts of a step whose gradients are summed apart and added in one order, over all ranks."""
+    sharded: bool = False
+    """Whether these are shards of every sequence (plan/chunks.py), and not some of the step's micro-batches each."""
     ranks: int = 1
     """Processes that share the step, the weights in RAM and the state, each with a compute device of its own."""
     rows: int
@@ -361,7 +363,7 @@ class PlanInput:
 
     @property
     def replica_micro_batches(self) -> int:
-        return self.micro_batches // self.rounds
+        return self.micro_batches if self.sharded else self.micro_batches // self.rounds
 
     @property
     def apart(self) -> int:
@@ -381,10 +383,17 @@ class PlanInput:
         step: the squared norm of each part and the loss of each chunk."""
         if not self.adds_replicas:
             return 0
-        width = self.row_tokens if self.chunk_per_row else self.chunk_tokens
-        chunks = self.ranks * self.micro_batches * -(-self.rows * self.row_tokens // width)
-        noted = (8 * sum(-(-b.numel // b.part_numel) for b in self.buffers), 8 * chunks)
+        noted = (8 * sum(-(-b.numel // b.part_numel) for b in self.buffers), 8 * self.num_chunks)
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (*noted, *[self.state_part_numel * FP32] * RING_PARTS))
+
+    @property
+    def num_chunks(self) -> int:
+        """Of all ranks' micro-batches."""
+        total, width = self.rows * self.row_tokens, self.row_tokens if self.chunk_per_row else self.chunk_tokens
+        if self.sharded:
+            shards = 2 * self.replicas
+            return self.micro_batches * shards * -(-total // (shards * min(width, total)))
+        return self.ranks * self.micro_batches * -(-total // width)
 
     @property
     def references(self) -> dict[str, str]:

@@ -6,8 +6,10 @@ A chunk is named by its layer and its index in its group; see Plan.group_chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from penstock.engine.plan.plan import Graph, aligned, cut_chunks, graph_bytes, graph_location, saved_activations
+from penstock.engine.plan.chunks import cut_chunks, streams
+from penstock.engine.plan.plan import Graph, aligned, graph_bytes, graph_location, saved_activations
 from penstock.engine.plan.problem import BlockShape, PlanInput, PlanOptions
 
 Key = tuple[int, int]
@@ -40,7 +42,10 @@ class Saving:
     def __init__(self, problem: PlanInput, choice: PlanOptions) -> None:
         self.problem = p = problem
         self.choice = choice
-        self.chunks = cut_chunks(p.micro_batches, p.rows, p.row_tokens, p.chunk_tokens, p.chunk_per_row)
+        self.chunks = cut_chunks(p)
+        if p.sharded:  # another rank's may be longer by a tile
+            longest = max(chunk.end - chunk.start for chunk in streams(p)[0])
+            self.chunks = tuple(replace(chunk, end=chunk.start + longest) for chunk in self.chunks)
         self.group = p.group_of(choice.group)
         self.group_chunks = tuple(c for c in self.chunks if c.micro_batch < self.group)
         """The chunks of one group, whose saved activations those of the groups that follow take the place of."""
@@ -52,7 +57,7 @@ class Saving:
         """Layers that save anything for a backward."""
         self.attending = [i for i in self.saving if p.blocks[i].attends and not p.blocks[i].recurrent]
         """Those of which attention may be recomputed."""
-        self.streamed = choice.streamed
+        self.streamed = choice.streamed or p.sharded
         self.saved_graphs: set[Key] = set()
         self.offloaded_graphs: set[Key] = set()
         self.saved_on_gpu: set[Key] = set()
@@ -110,6 +115,8 @@ class Saving:
 
     def savable(self) -> list[Key]:
         """(block, chunk) in the order in which backward wants them; none of a layer whose attention runs again."""
+        if self.problem.sharded:
+            return []  # backward of a chunk ends long after it began
         graphs = [block.graph_bytes_per_token for block in self.problem.blocks]
         known = [i for i in self.saving if graphs[i] is not None and i not in self.recomputed]
         return [(i, chunk.index) for i in reversed(known) for chunk in reversed(self.group_chunks)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from penstock.engine.generate.places import Place
 from penstock.engine.model.images import Images
 from penstock.engine.model.tokens import ChunkTokens, MicroBatch, targets, total_weight
 from penstock.engine.objectives.sequences import Found
-from penstock.engine.plan.plan import Chunk, filled_chunks
+from penstock.engine.plan.chunks import Chunk, Streams, own
+from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.storage.tier.arena import pinned_empty
 
@@ -27,8 +28,12 @@ class Batch:
 
     micro_batches: Sequence[MicroBatch]
     """In host memory."""
+    streams: Streams
+    """Per micro-batch its chunks that hold tokens, as far as they do, whoever computes them."""
+    by_ordinal: dict[tuple[int, int], Chunk]
+    """(micro-batch, position in it) -> one of them."""
     cut: dict[int, Chunk]
-    """Index -> chunk, of the plan's chunks that hold tokens, as far as they do: what is computed."""
+    """Index -> chunk, of those that are computed here."""
     chunks: dict[int, ChunkTokens]
     """The tokens of each, on the compute device."""
     images: dict[int, Images]
@@ -45,8 +50,8 @@ class Batch:
 
     @property
     def extent(self) -> dict[str, Any]:
-        """What a pass (schedule/passes.py) knows of it: `documents` and `chunks`."""
-        return {"documents": [m.documents for m in self.micro_batches], "chunks": list(self.cut.values())}
+        """What a pass (schedule/passes.py) knows of it: `documents` and `streams`."""
+        return {"documents": [m.documents for m in self.micro_batches], "streams": self.streams}
 
 
 @dataclass(slots=True)
@@ -61,6 +66,24 @@ class EvaluationData(Batch):
     """Name -> float64 [num_targets], in host memory, in the same order."""
     right: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """Bool [num_targets], in host memory: whether the model finds each target, in order, the likeliest token."""
+
+    @property
+    def of_chunks(self) -> dict[tuple[int, int], tuple[Tensor, dict[str, Tensor], Tensor]]:
+        """Micro-batch and position in it of each chunk computed here -> its scores, statistics, and what is right."""
+        counts = [self.chunks[index].labels.shape[0] for index in self.cut]
+        statistics = {name: values.split(counts) for name, values in self.statistics.items()}
+        return {
+            (chunk.micro_batch, chunk.ordinal): (scores, {name: each[i] for name, each in statistics.items()}, right)
+            for i, (chunk, scores, right) in enumerate(
+                zip(self.cut.values(), self.scores.split(counts), self.right.split(counts), strict=True)
+            )
+        }
+
+    def take(self, of_chunks: Mapping[tuple[int, int], tuple[Tensor, dict[str, Tensor], Tensor]]) -> None:
+        """Know what has been found of all chunks, whoever computed them."""
+        scores, statistics, right = zip(*(of_chunks[place] for place in sorted(of_chunks)), strict=True)
+        self.scores, self.right = torch.cat(scores), torch.cat(right)
+        self.statistics = {name: torch.cat([each[name] for each in statistics]) for name in statistics[0]}
 
     @property
     def losses(self) -> list[float]:
@@ -158,27 +181,18 @@ class BatchCarrier:
     """Brings fetched batches to the compute device: on CUDA in one copy per step, through one pinned buffer and a
     stream of its own, for which the caller waits, and no lane. A step's device memory is freed with its last tensor."""
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        device: torch.device,
-        *,
-        compiled: bool = False,
-        sequences: int = 0,
-        apart: int = 0,
-    ) -> None:
-        """`chunks`: the plan's; `sequences`: of samples, at most; `apart`: PlanInput.apart."""
-        self._chunks, self._device, self._multiple, self._apart = chunks, device, 1, apart
+    def __init__(self, plan: Plan, device: torch.device, *, compiled: bool = False) -> None:
+        self._plan, self._chunks, self._device, self._multiple = plan, plan.chunks, device, 1
         """The last chunk of a stream is rounded up to a multiple of so many tokens."""
         if compiled:
-            quarter = max(chunk.end - chunk.start for chunk in chunks) / 4
+            quarter = plan.max_chunk_tokens / 4
             self._multiple = COMPILED_MULTIPLE * max(1, math.ceil(quarter / COMPILED_MULTIPLE))
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             # Room for the most that a step can have, whatever its tokens are: equal sizes leave no holes behind.
             # A token of samples has five numbers in other tensors, one alone in its row more.
-            more = max(0, 5 + _SINGLE - _TENSORS) * sequences
-            self._numel = sum(chunk.end - chunk.start for chunk in chunks) * _TENSORS + more
+            more = max(0, 5 + _SINGLE - _TENSORS) * plan.problem.sequences
+            self._numel = sum(chunk.end - chunk.start for chunk in plan.chunks) * _TENSORS + more
             self._pinned = pinned_empty(self._numel, torch.int64)
 
     def step(
@@ -189,7 +203,7 @@ class BatchCarrier:
         whole: Sequence[MicroBatch] | None = None,
     ) -> StepData:
         """`whole`: all of the step's, where these are those of one rank."""
-        batch = self._batch(micro_batches, self._apart)
+        batch = self._batch(micro_batches)
         whole = batch["micro_batches"] if whole is None else whole
         return StepData(**batch | _counts(whole), cursor=cursor, known=known or {}, whole=whole)
 
@@ -232,14 +246,17 @@ class BatchCarrier:
             longest[row.sequence] = max(longest.get(row.sequence, 0), row.end - 1)
         return SampleData({one.chunk.index: one for one in result}, read, longest, choose)
 
-    def _batch(self, micro_batches: Sequence[MicroBatch], apart: int = 0) -> dict[str, Any]:
-        cut = filled_chunks(self._chunks, [m.filled for m in micro_batches], self._multiple, apart)
+    def _batch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+        streams = self._plan.filled_streams([m.filled for m in micro_batches], self._multiple)
+        cut = list(own(streams))
         tokens = self._carry(micro_batches, cut)
         pinned = self._device.type == "cuda"
         of_streams = [m.images.pin() if m.images is not None and pinned else m.images for m in micro_batches]
         parts = {c.index: i.part(c.start, c.end) for c in cut if (i := of_streams[c.micro_batch]) is not None}
         return {
             "micro_batches": [replace(m, images=i) for m, i in zip(micro_batches, of_streams, strict=True)],
+            "streams": streams,
+            "by_ordinal": {(chunk.micro_batch, chunk.ordinal): chunk for stream in streams for chunk in stream},
             "cut": {chunk.index: chunk for chunk in cut},
             "chunks": {chunk.index: of_chunk for chunk, of_chunk in zip(cut, tokens, strict=True)},
             "images": {index: part for index, part in parts.items() if part is not None},

@@ -125,7 +125,7 @@ def _compute_ops(
         work = plan, runner, compute.optimizer, None, gpu, RamMemory(arena)
         runtime = Runtime(*work, train, LOGITS_BYTES[device.type], lambda step: None)
         whole = [replace(m, filled=None) for m in batch]  # chunks of full length are measured, padding or not
-        runtime.begin(1, BatchCarrier(plan.chunks, device).step(whole, {}))
+        runtime.begin(1, BatchCarrier(plan, device).step(whole, {}))
         costs = Costs(plan, Conditions(machine, documents=documents))
         units = list(_units(plan, costs, documents))
         chosen = _chosen(units)

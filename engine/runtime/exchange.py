@@ -14,14 +14,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.plan.chunks import Chunk
+from penstock.engine.plan.plan import Plan
 from penstock.engine.runtime.memory import RamMemory
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.ops import Op
 from penstock.storage.tier.layout import ALIGN_NUMEL
 from penstock.storage.tier.shared import Counters
 
-KINDS = ("handed over", "freed", "updated", "step", "committing")
+KINDS = ("handed over", "freed", "updated", "step", "committing", "layer")
 """Of counters; each rank has one of each."""
 
 
@@ -89,6 +90,22 @@ class Exchange:
         rows = torch.linalg.vector_norm(gradient.view(-1, ALIGN_NUMEL), dim=1, dtype=torch.float64)
         self._ram.squares[self._first_part[op.block] + op.index] = math.fsum(rows.square().tolist())
 
+    # ------------------------------------------------------------------ shared sequences
+
+    def add_dkv(self, op: Op, sums: Tensor) -> None:
+        """Add to `sums`, uint8 of float32, what ranks have found for the op's chunk of keys and values, in descending
+        order of their shards; the first one takes the place of what was there."""
+        length, chunk = self._plan.stream_chunks, self._plan.chunks[op.index]
+        total, begun = sums.view(torch.float32), a.FIRST not in op.flags
+        for rank in reversed(range(self.count)):
+            if op.slots[a.OF_RANKS] >> rank & 1:
+                found = self._ram.shared_window["dkv"][rank * length + chunk.ordinal][: op.nbytes].view(torch.float32)
+                if begun:
+                    total.add_(found)
+                else:
+                    total.copy_(found)
+                begun = True
+
     # ------------------------------------------------------------------ the end of a step
 
     def share(self, losses: Mapping[int, float]) -> tuple[list[float], list[float]]:
@@ -107,10 +124,12 @@ class Exchange:
 
     def number(self, chunk: Chunk) -> int:
         """Where a chunk of this rank is among those of the whole step."""
-        return self._plan.window_chunks * self.micro_batch(chunk.micro_batch) + chunk.local
+        return self._plan.stream_chunks * self.micro_batch(chunk.micro_batch) + chunk.ordinal
 
     def micro_batch(self, local: int) -> int:
         """Where a micro-batch of this rank is among those of the whole step."""
+        if self._plan.problem.sharded:
+            return local
         size = self._plan.problem.replica_micro_batches
         return (local // size * self.count + self.rank) * size + local % size
 

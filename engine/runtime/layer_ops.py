@@ -15,7 +15,8 @@ from penstock.engine.model.layer_graph import SLOT_ALIGNMENT, LayerGraph, Projec
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.spec import AttentionShape
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.plan import Chunk, offloaded_graph_bytes
+from penstock.engine.plan.chunks import Chunk
+from penstock.engine.plan.plan import offloaded_graph_bytes
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.idle import Idle
 from penstock.engine.runtime.views import Views, keys_and_values, laid_out
@@ -79,9 +80,8 @@ class LayerOps:
 
     def _slot(self, kind: str, op: Op, shape: AttentionShape) -> list[Tensor]:
         """Streamed: K and V, or dK and dV, of the chunk in the op's slot."""
-        chunk = self._views.chunk(op, op.slots.get(a.KEYS))
-        dtype = self._dtype if kind == "kv" else torch.float32
-        return keys_and_values(self._gpu.window[kind][op.slots[kind]], _tokens(chunk), shape, dtype)
+        tokens, dtype = _tokens(self._views.keys(op)), self._dtype if kind == "kv" else torch.float32
+        return keys_and_values(self._gpu.window[kind][op.slots[kind]], tokens, shape, dtype)
 
     def _typed(self, name: str, dtype: torch.dtype, *size: int) -> Tensor:
         """Streamed: one of the running chunk's own buffers."""
@@ -311,14 +311,16 @@ class LayerOps:
 
     # ------------------------------------------------------------------ attention in pieces
 
-    @handles(a.LAYER_PROJECT)
+    @handles(a.LAYER_PROJECT, a.LAYER_PUBLISH)
     def _project(self, op: Op) -> None:
-        """Streamed: queries, keys and values of a chunk into their slots."""
+        """Streamed: queries, keys and values of a chunk into their slots, as far as they are asked for."""
         layer, weights, x, inputs = self._operands(op)
         p, shape = self._layers.project(layer, weights, x, inputs), self._shape(layer)
-        self._queries(op, shape).copy_(p.q)
-        for slot, part in zip(self._slot("kv", op, shape), (p.k, p.v), strict=True):
-            slot.copy_(part)
+        if op.action is a.LAYER_PROJECT:
+            self._queries(op, shape).copy_(p.q)
+        if a.KV in op.slots:
+            for slot, part in zip(self._slot("kv", op, shape), (p.k, p.v), strict=True):
+                slot.copy_(part)
         self._projection = p._replace(q=x[:0], k=x[:0], v=x[:0])
 
     @handles(a.ATTEND)
@@ -361,6 +363,8 @@ class LayerOps:
         self._queries(op, shape).copy_(graph.projection.q)
         self._typed("dout", self._dtype, _tokens(chunk), shape.heads, shape.v_dim).copy_(dout)
         self._graph = graph
+        if self._plan.problem.sharded:
+            self._hand_down(op, graph.dx_past())
 
     @handles(a.ATTEND_BACKWARD)
     def _attend_backward(self, op: Op) -> None:
@@ -376,15 +380,28 @@ class LayerOps:
         if a.ZERO_DKV in op.flags:
             dk.zero_()
             dv.zero_()
-        x = self._over_keys(op, self._graph.projection.call)
-        attention.attend_backward(x, self._given(op, shape), dq, dk, dv)
+        call = self._graph.projection.call
+        attention.attend_backward(self._over_keys(op, call), self._given(op, shape), dq, dk, dv)
+        if a.DQ in op.slots and a.LAST in op.flags:
+            target, dsinks = self._dq(op, shape)
+            target.copy_(dq)
+            if (found := attention.sink_gradient(self._given(op, shape), call)) is not None:
+                dsinks.copy_(found)
+            self._graph = None
+
+    def _dq(self, op: Op, shape: AttentionShape) -> list[Tensor]:
+        """The gradients of a chunk's queries [tokens, heads, qk_dim] and of the sinks [heads], in their slot."""
+        raw, tokens = self._gpu.slots[r.GPU_DQ][op.slots[a.DQ]], _tokens(self._views.chunk(op))
+        dsinks, dq = laid_out(raw, (torch.float32, (shape.heads,)), (self._dtype, (tokens, shape.heads, shape.qk_dim)))
+        return [dq, dsinks]
 
     def _over_keys(self, op: Op, call: AttentionCall) -> Operands:
         """Streamed: the running chunk's queries over one chunk of keys."""
         layer, chunk = self._layer(op)
-        shape, keys = self._shape(layer), self._views.chunk(op, op.slots[a.KEYS])
+        keys = self._views.keys(op)
         # What the layer's tokens may see: its documents, or the blocks that it cuts them into.
         documents = self._layers.documents(layer, self._views.documents(op, chunk), self._plan.window_tokens)
+        shape = self._shape(layer)
         k, v = self._slot("kv", op, shape)
         both_ways = self._views.both_ways(op)
         return Operands(self._queries(op, shape), k, v, call, chunk.start, keys.start, documents, both_ways)
@@ -405,6 +422,9 @@ class LayerOps:
         """Streamed: backward of a layer's projections, from the summed gradients of queries, keys and values."""
         views, (layer, chunk) = self._views, self._layer(op)
         shape, graph = self._shape(layer), self._graph
+        if a.DQ in op.slots:
+            self._backward_projection(op, shape)
+            return
         assert graph is not None
         assert graph.projection is not None
         dq = self._typed("partial", torch.float32, _tokens(chunk), shape.heads, shape.qk_dim)
@@ -416,6 +436,17 @@ class LayerOps:
         if a.SAVED_GRAPH in op.flags:
             self._release(op)
         self._hand_down(op, dx)
+
+    def _backward_projection(self, op: Op, shape: AttentionShape) -> None:
+        """The same long after the rest of the layer's backward, which has handed down its part."""
+        graph, (dq, of_sinks) = self._layers.projected(*self._operands(op)), self._dq(op, shape)
+        assert graph.projection is not None
+        given = [dq, *(gradient.to(self._dtype) for gradient in self._slot("dkv", op, shape))]
+        sinks = graph.projection.call.sinks
+        dsinks = None if sinks is None else of_sinks.to(sinks.dtype)
+        dx = graph.bottom(self._views.weights(op), given, self._views.gradients(op), dsinks)
+        if a.OUT in op.slots:
+            self._views.hidden(op.slots[a.OUT], self._views.chunk(op)).add_(dx)
 
     # ------------------------------------------------------------------ links
 
@@ -441,7 +472,7 @@ class LayerOps:
     def _copy(self, op: Op) -> None:
         for here, there in self._both_ends(op):
             target, source = (here, there) if op.lane == "h2d" else (there, here)
-            self._views.ram.arena.copy(target, source)
+            self._views.ram.copy(target, source)
 
 
 class BranchOps:

@@ -13,14 +13,13 @@ from penstock.engine.plan.plan import (
     BufferPlan,
     Plan,
     activation_slots,
-    attention_regions,
     between_bytes,
     boundary_chunks,
     graph_slot_bytes,
     sample_regions,
-    window_bytes,
 )
 from penstock.engine.plan.problem import ALIGNMENT, FP32, POOLS, RING_PARTS, Pool, Tier
+from penstock.engine.plan.windows import attention_regions, shared_regions, window_bytes
 from penstock.storage.tier.arena import HostArena, empty_aligned
 
 
@@ -68,7 +67,7 @@ class GpuMemory:
     slots: dict[str, list[Tensor]] = field(default_factory=dict)
     """Space of a kind of activations -> its slots, each for one chunk, uint8: see engine.plan.plan.activation_slots."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
-    """What attention reads and sums, uint8: see engine.plan.plan.window_bytes."""
+    """What attention reads and sums, uint8: see engine.plan.windows.window_bytes."""
     saved_activations: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     """(block, chunk) -> kind -> what is saved for its backward and stays here, uint8: see Plan.saved_activations."""
     sample_stages: list[Tensor] = field(default_factory=list)
@@ -99,7 +98,9 @@ class RamMemory:
     between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(space, chunk) -> what waits of it between two blocks, uint8: see engine.plan.plan.between_bytes."""
     window: dict[str, list[Tensor]] = field(default_factory=dict)
-    """For each chunk of a micro-batch what one block's pass needs, uint8: see engine.plan.plan.attention_regions."""
+    """For each chunk of a micro-batch what one block's pass needs, uint8: see engine.plan.windows.attention_regions."""
+    shared_window: dict[str, list[Tensor]] = field(default_factory=dict)
+    """The same of what ranks share: see engine.plan.windows.shared_regions."""
     state_stages: list[dict[str, Tensor]] = field(default_factory=list)
     """Kind of state (float32), or "gradient" -> one part of it."""
     part_stages: list[Tensor] = field(default_factory=list)
@@ -176,15 +177,17 @@ def shared_slots(plan: Plan) -> dict[str, int]:
     problem = plan.problem
     ring = dict.fromkeys((f"ring.{rank}.{i}" for rank, i in _ring_slots(plan)), problem.state_part_numel * FP32)
     weights = {f"{b.name}.weights": b.nbytes for b in plan.buffers.values() if b.weights == "ram"}
-    return {"squares": _num_parts(plan) * 8, "losses": _num_losses(plan) * 8} | ring | weights
+    tables = {"squares": _num_parts(plan) * 8, "losses": problem.num_chunks * 8}
+    return tables | ring | weights | _shared_windows(plan)
+
+
+def _shared_windows(plan: Plan) -> dict[str, int]:
+    regions = shared_regions(plan.problem)
+    return {f"shared.{name}.{i}": nbytes for name, sizes in regions.items() for i, nbytes in enumerate(sizes)}
 
 
 def _num_parts(plan: Plan) -> int:
     return sum(buffer.num_parts for buffer in plan.buffers.values() if not buffer.frozen)
-
-
-def _num_losses(plan: Plan) -> int:
-    return plan.problem.ranks * plan.problem.micro_batches * plan.window_chunks
 
 
 def _ring_slots(plan: Plan) -> list[tuple[int, int]]:
@@ -207,7 +210,7 @@ def allocate_ram(plan: Plan, rank: int = 0, shared: HostArena | None = None) -> 
     common = shared or ram.arena
     if problem.adds_replicas:
         ram.squares = typed("squares", _num_parts(plan), torch.float64, common)
-        ram.losses = typed("losses", _num_losses(plan), torch.float64, common)
+        ram.losses = typed("losses", problem.num_chunks, torch.float64, common)
         ram.rings = [[] for _ in range(problem.ranks)]
         for owner, i in _ring_slots(plan):
             slot = typed(f"ring.{owner}.{i}", problem.state_part_numel, torch.float32, common)
@@ -242,6 +245,8 @@ def allocate_ram(plan: Plan, rank: int = 0, shared: HostArena | None = None) -> 
         name: [ram.arena.slot(f"window.{name}.{i}", nbytes) for i, nbytes in enumerate(each)]
         for name, each in regions.items()
     }
+    for name, of_chunks in shared_regions(problem).items():
+        ram.shared_window[name] = [common.slot(f"shared.{name}.{i}", nbytes) for i, nbytes in enumerate(of_chunks)]
     stage_bytes = plan.activation_stage_bytes
     ram.activation_stages = [ram.arena.slot(f"act.{i}", stage_bytes) for i in range(plan.activation_stages)]
     part = plan.problem.state_part_numel

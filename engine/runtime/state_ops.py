@@ -158,6 +158,15 @@ class StateOps:
     def _await_weights(self, op: Op) -> None:
         self._exchange.await_weights(op)
 
+    @handles(a.MEET)
+    def _meet(self, op: Op) -> None:
+        self._exchange.meet("layer")
+
+    @handles(a.ADD_DKV)
+    def _add_dkv(self, op: Op) -> None:
+        sums = self._ram.window["dkv"][self._views.plan.chunks[op.index].local]
+        self._exchange.add_dkv(op, sums[: op.nbytes])
+
     # ------------------------------------------------------------------ updates
 
     def _chain(self, op: Op) -> Chain | None:

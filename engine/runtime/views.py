@@ -19,7 +19,8 @@ from penstock.engine.model.spec import AttentionShape, layouts
 from penstock.engine.model.sums import GradientSums
 from penstock.engine.model.tokens import ChunkTokens, last_positions
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.plan.chunks import Chunk
+from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import INPUTS_CACHE_BYTES
 from penstock.engine.runtime.batch import Batch, EvaluationData, SampleData, StepData
 from penstock.engine.runtime.memory import GpuMemory, RamMemory
@@ -89,11 +90,18 @@ class Views:
         group = self.runner.spec.blocks[self.block_index(op.block)].group
         return 0 if group is None else group[0] // (group[1] - group[0])
 
-    def chunk(self, op: Op, index: int | None = None) -> Chunk:
-        """The op's chunk, or the one of its batch that bears `index`, as far as it holds tokens."""
+    def chunk(self, op: Op) -> Chunk:
+        """The op's chunk, as far as it holds tokens."""
         if op.batch < 0:
             return self.samples[op.batch].chunks[op.index].chunk
-        return self.batch(op).cut[op.index if index is None else index]
+        return self.batch(op).cut[op.index]
+
+    def keys(self, op: Op) -> Chunk:
+        """The chunk of keys that a streamed op is about: its own, or the one that it names."""
+        chunk = self.chunk(op)
+        if a.KEYS not in op.slots:
+            return chunk
+        return self.batch(op).by_ordinal[chunk.micro_batch, op.slots[a.KEYS]]
 
     # ------------------------------------------------------------------ buffers
 
@@ -267,6 +275,8 @@ class Views:
         chunk, the window of one block's pass, or the boundary between two blocks."""
         if a.STAGE in op.slots:
             return self.ram.activation_stages[op.slots[a.STAGE]][: op.nbytes]
+        if a.PLACE in op.slots:
+            return self.ram.shared_window[op.action.kind][op.slots[a.PLACE]][: op.nbytes]
         chunk, kind = self.plan.index_in_group(op.index), op.action.kind
         key = (self._blocks[op.block][0], chunk)
         saved = self.gpu.saved_activations.get(key) or self.ram.saved_activations.get(key) or {}

@@ -29,7 +29,12 @@ SAMPLE_KV = "sample_kv"
 MOVED_TOKENS = "moved_tokens"
 """Tokens whose keys and values there attention moves through memory, as often as it does; for forecasts."""
 KEYS = "keys"
-"""Chunk whose keys and values a streamed op attends to."""
+"""Position in its micro-batch of the chunk whose keys and values a streamed op attends to."""
+DQ = "dq"
+PLACE = "place"
+"""Where keys and values, or their gradients, are in the windows that ranks share (plan/windows.py: shared_regions)."""
+OF_RANKS = "of_ranks"
+"""Ranks whose gradients of a chunk's keys and values there are, a bit each."""
 PIECES = "pieces"
 """Into how many copies a load is cut."""
 CHAIN = "chain"
@@ -176,6 +181,15 @@ LAYER_PROJECT = _compute(
     reads=_INPUT,
     writes=(r.GPU_QUERIES, r.GPU_KV),
 )
+LAYER_PUBLISH = _compute(
+    "layer_publish",
+    "forward",
+    "computes keys and values for all GPUs",
+    Work(projection=1),
+    reads=_INPUT,
+    writes=(r.GPU_KV,),
+    measured_as="layer_project",
+)
 ATTEND = _compute(
     "attend",
     "forward",
@@ -201,7 +215,7 @@ LAYER_BACKWARD_TOP = _compute(
     "runs what follows a layer's attention backward",
     replace(_BACKWARD, projection=-1, projection_gradients=-1),
     reads=(*_HANDED, r.GPU_SAVED),
-    writes=(r.GPU_QUERIES, r.GPU_DOUT),
+    writes=(r.GPU_QUERIES, r.GPU_DOUT, r.GPU_HIDDEN),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
 )
 ATTEND_BACKWARD = _compute(
@@ -210,6 +224,7 @@ ATTEND_BACKWARD = _compute(
     "runs attention to one chunk of keys backward",
     Work(pairs=(6, 4), one_chunk_of_keys=True),
     reads=(r.GPU_QUERIES, r.GPU_DOUT, r.GPU_KV, r.GPU_SAVED, r.GPU_GRAPH),
+    writes=(r.GPU_DQ,),
     adds=(r.GPU_PARTIAL, r.GPU_DKV),
 )
 LAYER_BACKWARD_BOTTOM = _compute(
@@ -217,7 +232,7 @@ LAYER_BACKWARD_BOTTOM = _compute(
     "backward",
     "runs a layer's projections backward",
     Work(projection=1, projection_gradients=1),
-    reads=(*_HANDED, r.GPU_PARTIAL, r.GPU_DKV),
+    reads=(*_HANDED, r.GPU_PARTIAL, r.GPU_DKV, r.GPU_DQ),
     writes=(r.GPU_HIDDEN,),
     adds=(r.GPU_GRADIENT, r.GPU_GRAPH),
 )
@@ -448,6 +463,23 @@ AWAIT_WEIGHTS = _action(
     "waits until all GPUs have updated their parts of a block",
     adds=(r.RAM_WEIGHTS, r.NVME_WEIGHTS),
     phase="update",
+)
+MEET = _action(
+    "meet",
+    "ranks",
+    Cost.SIGNAL,
+    "waits until all GPUs have got as far in a layer",
+    reads=(r.RAM_WINDOW_KV, r.RAM_WINDOW_DKV),
+    adds=(r.RAM_WINDOW_KV, r.RAM_WINDOW_DKV),
+)
+ADD_DKV = _action(
+    "add_dkv",
+    "optimizer",
+    Cost.ADD,
+    "adds all GPUs' gradients of a chunk's keys and values",
+    reads=(r.RAM_WINDOW_DKV,),
+    adds=(r.RAM_WINDOW_DKV,),
+    phase="backward",
 )
 WRITE_GRADIENT = _write(
     "write_gradient",

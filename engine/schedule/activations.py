@@ -7,19 +7,25 @@ whole micro-batch, or, streamed, in a few slots of one chunk each.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.attention.spans import prefix_spans
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.plan import Chunk, Plan, offloaded_graph_bytes, stay_in_slots
+from penstock.engine.plan.chunks import Chunk, Streams
+from penstock.engine.plan.plan import Plan, offloaded_graph_bytes, stay_in_slots
 from penstock.engine.plan.problem import DKV_SLOTS, KV_SLOTS, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.kinds import Mode
 from penstock.engine.schedule.ops import Emitter, Slots
+from penstock.engine.schedule.passes import Documents
 from penstock.engine.schedule.resources import Resource
+
+_READS_SAVED: frozenset[Mode] = frozenset({"republish", "recompute", "backward_top", "backward"})
+"""Modes that read what forward has saved of a layer's input."""
 
 
 class ActivationSchedule:
@@ -45,20 +51,24 @@ class ActivationSchedule:
         """Of the layer that the parts of each window are laid out for."""
         self.streams: dict[int, list[Chunk]] = {}
         """Micro-batch -> its chunks, of the group being emitted; one without any is not there."""
+        self.whole: dict[int, list[Chunk]] = {}
+        """The same with the chunks that other ranks compute."""
         self._stay = False
         """Whether hidden states of a forward without a backward stay in their slots."""
-        self._documents: Sequence[Sequence[int]] | None = None
+        self._documents: Documents | None = None
         """Per micro-batch of the batch being emitted its documents, where they are known."""
         self.kv = Slots("gpu.kv", KV_SLOTS)
         self.dkv = Slots("gpu.dkv", DKV_SLOTS)
         self._summed: list[Any] = [None] * plan.window_chunks
         """Streamed: whose gradients of keys and values each chunk's part of the window holds, or a slot."""
 
-    def begin(self, chunks: Sequence[Chunk], documents: Sequence[Sequence[int]] | None) -> None:
-        """What is emitted from now on is about these chunks, of each micro-batch the first ones."""
+    def begin(self, chunks: Sequence[Chunk], documents: Documents | None, streams: Streams) -> None:
+        """What is emitted from now on is about these chunks, of each micro-batch the first ones; `streams`: of all
+        ranks."""
         self.streams, self._documents, self._stay = {}, documents, stay_in_slots(self._plan.problem, len(chunks))
         for chunk in chunks:
             self.streams.setdefault(chunk.micro_batch, []).append(chunk)
+        self.whole = {stream[0].micro_batch: list(stream) for stream in streams if stream}
 
     def ends_stream(self, chunk: Chunk) -> bool:
         """Whether no chunk of its micro-batch comes after it."""
@@ -109,7 +119,7 @@ class ActivationSchedule:
         if slot is None:
             slot = pool.take(content)
             slots = {a.SLOT: slot}
-            saved = kind in self._plan.blocks[layer].saved_inputs and mode in ("recompute", "backward")
+            saved = kind in self._plan.blocks[layer].saved_inputs and mode in _READS_SAVED
             if saved and self.key(layer, chunk) in self._plan.spilled:
                 slots[a.STAGE] = self._unspill(kind, layer, chunk, keep=not last_use)
                 source: Resource = r.resource(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
@@ -307,9 +317,10 @@ class ActivationSchedule:
     def keys(self, layer: int, chunk: Chunk) -> list[Chunk]:
         """The chunks before `chunk` whose keys some of its queries may see. The order alternates from chunk to chunk,
         so that the last ones of a chunk serve the next one from their slots."""
-        seen, before = self._seen(layer, chunk), self.streams[chunk.micro_batch][: chunk.local]
+        seen, stream = self._seen(layer, chunk), self.whole[chunk.micro_batch]
+        before = itertools.takewhile(lambda other: other is not chunk, stream)
         result = [other for other in before if any(other.start < end and first < other.end for first, end in seen)]
-        return result if chunk.local % 2 else result[::-1]
+        return result if chunk.ordinal % 2 else result[::-1]
 
     def _seen(self, layer: int, chunk: Chunk) -> list[tuple[int, int]]:
         """Ranges of the tokens before a chunk that some of its queries may see."""

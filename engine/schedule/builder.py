@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.engine.plan.activations import BETWEEN, GRADIENT_OF
-from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.plan.chunks import Chunk
+from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAYER_POOLS, BlockShape
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
@@ -25,29 +24,9 @@ from penstock.engine.schedule.ops import WHOLE, Emitter, Op
 from penstock.engine.schedule.passes import Group, Pass, Task, tasks
 from penstock.engine.schedule.resources import Resource
 from penstock.engine.schedule.samples import SampleSchedule
+from penstock.engine.schedule.shared import SharedActivations, SharedStreaming
 from penstock.engine.schedule.state import Load, StateSchedule
-
-
-def _role(kind: str) -> str:
-    """Role of the slot for what an op makes, where it may have an input of the same kind as well."""
-    return a.OUT if kind in (a.X, a.DY) else a.DSENT_OUT if kind == a.DSENT else kind
-
-
-def _read(slots: Mapping[str, int], made: Container[str]) -> list[Resource]:
-    """What an op with these slots reads of activations between blocks, but for what it makes."""
-    return [r.activation(kind, slots[kind]) for kind in BETWEEN if kind in slots and kind not in made]
-
-
-@dataclass(slots=True)
-class _Operands:
-    """What a block's compute ops read and write, whichever of them it is."""
-
-    slots: dict[str, int] = field(default_factory=dict)
-    """Of weights and gradients."""
-    weights: list[Resource] = field(default_factory=list)
-    gradients: list[Resource] = field(default_factory=list)
-    zero: list[str] = field(default_factory=list)
-    """Flags of the gradients that begin with this chunk."""
+from penstock.engine.schedule.streaming import Operands, Streaming, inputs, role
 
 
 class ScheduleBuilder:
@@ -61,7 +40,10 @@ class ScheduleBuilder:
         self._emit = self._emitter.emit
         self._state = StateSchedule(plan, self._emitter, behind_at, rank)
         self._senders = plan.problem.senders
-        self._activations = ActivationSchedule(plan, self._emitter)
+        shared = plan.problem.sharded
+        self._activations = (SharedActivations if shared else ActivationSchedule)(plan, self._emitter)
+        ways = plan, self._emitter, self._activations, self._emit_block, self._outputs
+        self._streaming = (SharedStreaming if shared else Streaming)(*ways)
         self._samples = SampleSchedule(plan, self._emitter)
         self._pass = Pass(step=0, groups=[], ends=a.CLIP)
         """The one whose ops are being emitted."""
@@ -177,7 +159,7 @@ class ScheduleBuilder:
 
     def _begin(self, group: Group) -> None:
         self._state.begin()
-        self._activations.begin(group.chunks, self._pass.documents)
+        self._activations.begin(group.chunks, self._pass.documents, self._pass.streams)
         self._samples.begin(
             self._pass.read_tokens, self._pass.moved_tokens, sum(chunk.end - chunk.start for chunk in group.chunks)
         )
@@ -203,6 +185,7 @@ class ScheduleBuilder:
                     self._state.commit()
         loads += self._state.fetch(self._weights(block), turns)
         if task.mode in WITH_GRADIENTS:
+            self._state.replica = self._replica(task)
             for name in block.buffers:
                 if not self._plan.buffers[name].frozen:
                     loads += self._state.fetch_sum(name, turns)
@@ -212,7 +195,7 @@ class ScheduleBuilder:
         """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do. Returns
         of those that wait for the next group the visit with whose end they have to be gone, and what moves them, to be
         emitted between small copies that are wanted sooner."""
-        block = self._plan.blocks[task.layer]
+        block, self._state.replica = self._plan.blocks[task.layer], self._replica(task)
         self._state.release(self._weights(block))
         done = self._closes(task) if task.mode == "backward" else task.mode == "loss"
         offloading: list[tuple[int, deque[Load]]] = []
@@ -231,6 +214,13 @@ class ScheduleBuilder:
                 else:
                     _emit_share(stores, 1)
         return offloading
+
+    def _replica(self, task: Task) -> int:
+        """Which of the sums that are open at once a task adds to: of several shards, where ranks share sequences."""
+        return self._plan.replica(task.chunk) if self._plan.problem.sharded else 0
+
+    def _shares_attention(self, block: BlockShape) -> bool:
+        return block.attends and self._plan.problem.sharded
 
     def _closes(self, task: Task) -> bool:
         """Whether a backward's visit is the last to add to the block's gradient, in its group or of its replica."""
@@ -265,14 +255,21 @@ class ScheduleBuilder:
         if task.mode == "generate" and task.first:
             self._samples.open(layer)
         kinds = block.input_kinds if block.inputs else ()
-        if task.mode == "backward":
+        ends = task.mode == "backward" and self._shares_attention(block)
+        begins = task.mode in ("backward_top", "backward") and not ends
+        if begins or ends:
             kinds = self._plan.blocks[block.sent_to or layer].saved_inputs
-        if task.mode == "backward":
+        if begins:
             of_output = self._plan.blocks[self._next[layer]].input_kinds if layer in self._next else ()
             kinds = (*(() if has_graph else kinds), *(GRADIENT_OF[kind] for kind in of_output))
         for kind in kinds:
             loaded[kind] = self._activations.load(kind, task.mode, layer, chunk)
-        if task.mode == "backward" and block.attends and not has_graph:
+        if ends:  # what backward has handed down so far
+            assert isinstance(self._activations, SharedActivations)
+            loaded[a.DQ] = self._activations.load_dq(layer, chunk)
+            outputs, below = self._outputs(task)
+            loaded |= {role(kind): self._activations.load(kind, task.mode, below, chunk) for kind in outputs}
+        if begins and block.attends and not has_graph:
             loaded[a.SAVED] = self._activations.load_saved(a.SAVED, layer, chunk)
         if task.mode == "backward" and block.recurrent and chunk.local:
             loaded[a.RECURRENT] = self._activations.load_saved(a.RECURRENT, layer, chunk)
@@ -281,12 +278,13 @@ class ScheduleBuilder:
     def _compute(self, task: Task, loaded: dict[str, int]) -> None:
         block, chunk, activations = self._plan.blocks[task.layer], task.chunk, self._activations
         operands = self._operands(task)
-        reread = task.mode in ("forward", "recompute") and block.backward
+        reread = task.mode in ("publish", "republish", "backward_top")
+        reread |= task.mode in ("forward", "recompute") and block.backward
         outputs, other = self._outputs(task)
         slots = dict(loaded)
         for kind in outputs:
-            pool = activations.pool(kind)
-            slots[_role(kind)] = pool.take((kind, *activations.content(other, chunk)))
+            if role(kind) not in loaded:
+                slots[role(kind)] = activations.pool(kind).take((kind, *activations.content(other, chunk)))
         following = None
         if block.recurrent and task.mode in ("forward", "evaluate"):
             following = self._hand_on(task, slots)
@@ -298,7 +296,7 @@ class ScheduleBuilder:
         elif not block.attends:
             self._emit_block(task, operands, slots)
         elif self._plan.streamed:
-            self._compute_streamed(task, operands, slots)
+            self._streaming.compute(task, operands, slots)
         else:
             self._compute_whole(task, operands, slots)
         if offloads:
@@ -306,13 +304,13 @@ class ScheduleBuilder:
         if following is not None and reread:
             activations.store_saved(a.RECURRENT, task.mode, task.layer, following, slots[a.BEHIND])
         for kind in outputs:
-            activations.store(kind, task.mode, other, chunk, slots[_role(kind)])
+            activations.store(kind, task.mode, other, chunk, slots[role(kind)])
         for kind in loaded.keys() & BETWEEN:
             # What is saved of a block's inputs is read again in backward.
             more = kind == a.SENT and task.mode != "backward"  # there may be another branch
             activations.pool(kind).release(loaded[kind], keep=more or (kind in block.saved_inputs and reread))
         if a.SAVED in slots:
-            activations.pool(a.SAVED).release(slots[a.SAVED], keep=reread)
+            activations.pool(a.SAVED).release(slots[a.SAVED], keep=reread and task.mode != "backward_top")
         if a.GRAPH in slots:
             activations.pool(a.GRAPH).release(slots[a.GRAPH], keep=reread)
         if a.RECURRENT in slots:
@@ -347,23 +345,23 @@ class ScheduleBuilder:
         references = self._references if self._pass.of_reference else {}
         return [references.get(name, name) for name in block.buffers]
 
-    def _operands(self, task: Task) -> _Operands:
+    def _operands(self, task: Task) -> Operands:
         block, state = self._plan.blocks[task.layer], self._state
-        operands = _Operands()
+        operands, state.replica = Operands(), self._replica(task)
         for name in self._weights(block):
             operands.weights.append(state.operand(name))
             operands.slots[name] = state.weight_slot.get(name, WHOLE)
             if task.mode in WITH_GRADIENTS and not self._plan.buffers[name].frozen:
                 if state.open_gradient(name):
                     operands.zero.append(a.zero(name))
-                operands.slots[a.gradient_of(name)] = state.gradient_slot[name]
+                operands.slots[a.gradient_of(name)] = state.gradient_slot[name, state.replica]
                 operands.gradients.append(state.gradient(name))
         return operands
 
     def _emit_block(
         self,
         task: Task,
-        operands: _Operands,
+        operands: Operands,
         slots: dict[str, int],
         action: a.Action | None = None,
         *,
@@ -374,8 +372,8 @@ class ScheduleBuilder:
         """Emit the op that runs the block on the chunk from its input to its output; `action`: only its last part."""
         block = self._plan.blocks[task.layer]
         action = action or KINDS[block.kind][task.mode]
-        made = {_role(kind): kind for kind in self._outputs(task)[0]}
-        reads = [*operands.weights, *_read(slots, made), *reads]
+        made = {role(kind): kind for kind in self._outputs(task)[0]}
+        reads = [*operands.weights, *inputs(slots, made), *reads]
         writes = [*writes, *operands.gradients, *(r.activation(kind, slots[role]) for role, kind in made.items())]
         if a.RECURRENT in slots:
             reads.append(r.activation(a.RECURRENT, slots[a.RECURRENT]))
@@ -405,14 +403,14 @@ class ScheduleBuilder:
             action, block.name, task.chunk.index, reads=reads, writes=writes, slots=operands.slots | slots, flags=flags
         )
 
-    def _compute_generated(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
+    def _compute_generated(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
         """A block on tokens of samples, whose keys and values have memory of their own."""
         kept, stage = self._samples.operands(task.layer)
         self._emit_block(task, operands, slots | stage, writes=kept)
         if task.last:
             self._samples.close(task.layer)
 
-    def _compute_whole(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
+    def _compute_whole(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
         """A layer whose keys and values are in the window over its micro-batch."""
         layer, chunk, activations = task.layer, task.chunk, self._activations
         window, last = activations.window(chunk), activations.ends_stream(chunk)
@@ -431,82 +429,6 @@ class ScheduleBuilder:
         flags = [a.ZERO_DKV] if last else []
         self._emit_block(task, operands, slots, reads=[*window, *saved], writes=[r.resource(r.GPU_DKV)], flags=flags)
         activations.load_window_ahead(layer, chunk)
-
-    # ------------------------------------------------------------------ keys and values in pieces
-
-    def _compute_streamed(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
-        """A layer whose keys and values pass through the compute device chunk by chunk. Its op is cut in three: up to
-        attention, attention over each chunk of keys, and the rest."""
-        if task.mode == "backward":
-            self._backward_streamed(task, operands, slots)
-            return
-        layer, chunk, activations = task.layer, task.chunk, self._activations
-        emit = partial(self._emit, block=self._plan.blocks[layer].name, index=chunk.index)
-        own = activations.kv.take(activations.content(layer, chunk))
-        slots[a.SAVED] = activations.pool(a.SAVED).take(activations.content(layer, chunk))
-        emit(
-            a.LAYER_PROJECT,
-            reads=[*operands.weights, r.activation(a.X, slots[a.X])],
-            writes=[r.resource(r.GPU_QUERIES), r.activation(a.KV, own)],
-            slots=operands.slots | {a.X: slots[a.X], a.KV: own},
-        )
-        activations.store_kv(layer, chunk, own, task.mode)
-        activations.kv.release(own, keep=True)
-        keys = [chunk, *activations.keys(layer, chunk)]
-        for other in keys:
-            kv = activations.load_kv(layer, other)
-            flags = [a.FIRST] * (other is keys[0]) + [a.LAST] * (other is keys[-1])
-            saved: list[Resource] = [r.activation(a.SAVED, slots[a.SAVED])] if other is keys[-1] else []
-            emit(
-                a.ATTEND,
-                reads=[r.resource(r.GPU_QUERIES), r.activation(a.KV, kv)],
-                writes=[r.resource(r.GPU_PARTIAL), *saved],
-                slots={a.KV: kv, a.KEYS: other.index, a.SAVED: slots[a.SAVED]},
-                flags=flags,
-            )
-            activations.kv.release(kv, keep=True)
-        activations.store_saved(a.SAVED, task.mode, layer, chunk, slots[a.SAVED])
-        if task.mode != "recompute":
-            action = a.LAYER_FORWARD_BOTTOM if task.mode == "forward" else a.LAYER_EVALUATE_BOTTOM
-            self._emit_block(task, operands, slots, action, reads=[r.activation(a.SAVED, slots[a.SAVED])])
-
-    def _backward_streamed(self, task: Task, operands: _Operands, slots: dict[str, int]) -> None:
-        layer, chunk, activations = task.layer, task.chunk, self._activations
-        emit = partial(self._emit, block=self._plan.blocks[layer].name, index=chunk.index)
-        key = activations.key(layer, chunk)
-        has_graph = key in self._plan.saved_graphs
-        if activations.ends_stream(chunk):
-            activations.restore_window(layer, chunk)
-        graph = r.resource(r.GPU_GRAPH, *key) if has_graph else r.resource(r.GPU_GRAPH)
-        saved: list[Resource] = [] if has_graph else [r.activation(a.SAVED, slots[a.SAVED])]
-        inputs = _read(slots, {_role(kind) for kind in self._outputs(task)[0]})
-        emit(
-            a.LAYER_BACKWARD_TOP,
-            reads=[*operands.weights, *inputs, *saved],
-            writes=[*operands.gradients, graph, r.resource(r.GPU_QUERIES), r.resource(r.GPU_DOUT)],
-            slots=operands.slots | slots,
-            flags=[*operands.zero, *([a.SAVED_GRAPH] if has_graph else [])],
-        )
-        keys, held = [*activations.keys(layer, chunk), chunk], [graph] if has_graph else saved
-        of_saved = {role: slot for role, slot in slots.items() if role == a.SAVED}
-        dkv = WHOLE
-        for other in keys:
-            kv, (dkv, new) = activations.load_kv(layer, other), activations.load_dkv(layer, other)
-            flags = [a.ZERO_DKV] * new + [a.FIRST] * (other is keys[0]) + [a.SAVED_GRAPH] * has_graph
-            emit(
-                a.ATTEND_BACKWARD,
-                reads=[r.resource(r.GPU_QUERIES), r.resource(r.GPU_DOUT), r.activation(a.KV, kv), *held],
-                writes=[r.resource(r.GPU_PARTIAL), r.activation(a.DKV, dkv)],
-                slots=of_saved | {a.KV: kv, a.DKV: dkv, a.KEYS: other.index},
-                flags=flags,
-            )
-            activations.kv.release(kv, keep=other is not chunk)
-            if other is not chunk:
-                activations.store_dkv(layer, other, dkv)
-        operands.zero = []
-        sums: list[Resource] = [r.resource(r.GPU_PARTIAL), r.activation(a.DKV, dkv)]
-        self._emit_block(task, operands, slots | {a.DKV: dkv}, a.LAYER_BACKWARD_BOTTOM, reads=sums, writes=[graph])
-        activations.dkv.release(dkv)
 
 
 def _emit_share(loads: deque[Load], turns: int) -> None:

@@ -7,11 +7,12 @@ builder (engine/schedule/builder.py) emits the ops of any pass.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.plan.chunks import Chunk, Streams, own
+from penstock.engine.plan.plan import Plan
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.actions import Action
 from penstock.engine.schedule.kinds import Mode
@@ -40,6 +41,8 @@ class Pass:
     groups: Sequence[Group]
     ends: Action
     """What takes the result."""
+    streams: Streams = ()
+    """Per micro-batch all chunks, whoever computes them; of samples, none."""
     documents: Documents | None = None
     """Where keys and values are streamed, those that no query of a chunk can see are left out; None: each row is a
     document."""
@@ -55,23 +58,22 @@ class Pass:
         return self.batch == 0
 
 
-def training(
-    plan: Plan, step: int, *, documents: Documents | None = None, chunks: Sequence[Chunk] | None = None
-) -> Pass:
+def training(plan: Plan, step: int, *, documents: Documents | None = None, streams: Streams | None = None) -> Pass:
     """Forward and backward of step `step`, group by group.
 
-    `chunks`: what the step computes (plan.filled_chunks); None: all of the plan's chunks.
+    `streams`: what the step needs of the plan's (Plan.filled_streams); None: all of it.
     """
-    groups = plan.groups(plan.chunks if chunks is None else chunks)
+    streams = plan.streams if streams is None else streams
+    groups = plan.groups(list(own(streams)))
     result = [Group(members, _forward_backward(plan, members)) for members in groups]
-    return Pass(step=step, groups=result, ends=a.CLIP, documents=documents)
+    return Pass(step=step, groups=result, ends=a.CLIP, streams=streams, documents=documents)
 
 
 def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
-    last = len(plan.blocks) - 1
+    last, shared = len(plan.blocks) - 1, plan.problem.sharded
     # Where replicas are added, each one's gradient is complete before the next one's begins.
-    parts = [list(part) for _, part in itertools.groupby(chunks[::-1], plan.replica)]
-    visits: list[Visit] = [("forward", block, chunks) for block in range(last)]
+    parts = _by_replica(plan, chunks)
+    visits = list(_forward(plan, "forward", chunks))
     if plan.problem.scores:
         visits.append(("score", last, chunks))
     # The loss goes in backward's order: its last gradients are the first ones needed.
@@ -79,6 +81,9 @@ def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
     for block in range(last - 1, -1, -1):
         if not plan.blocks[block].backward:
             break  # nothing is trained from here on down
+        if shared and plan.blocks[block].attends:
+            visits += _shared_backward(plan, block, chunks)
+            continue
         if block not in plan.recomputed:
             visits += [("backward", block, part) for part in parts]
             continue
@@ -89,27 +94,71 @@ def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
     return visits
 
 
+def _by_replica(plan: Plan, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Those of each of the rank's replicas, the last replica and the last chunks first."""
+    result: dict[int, list[Chunk]] = {}
+    for chunk in reversed(chunks):
+        result.setdefault(plan.replica(chunk), []).append(chunk)
+    return [result[replica] for replica in sorted(result, reverse=True)]
+
+
+def _by_stream(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    return [list(stream) for _, stream in itertools.groupby(chunks, attrgetter("micro_batch"))]
+
+
+def _forward(plan: Plan, mode: Mode, chunks: list[Chunk]) -> Iterator[Visit]:
+    """Visits of all blocks but the last. Where ranks share each sequence, all keys and values of a micro-batch are
+    there before any of it is attended to."""
+    for number, block in enumerate(plan.blocks[:-1]):
+        if block.attends and plan.problem.sharded:
+            for stream in _by_stream(chunks):
+                yield "publish", number, stream
+                yield mode, number, stream
+        else:
+            yield mode, number, chunks
+
+
+def _shared_backward(plan: Plan, block: int, chunks: list[Chunk]) -> Iterator[Visit]:
+    """Backward of a layer that attends to what other ranks compute: up to attention, and once all of them have done
+    that, the rest."""
+    for stream in _by_stream(chunks)[::-1]:
+        parts = _by_replica(plan, stream)
+        yield "republish", block, stream
+        if block in plan.recomputed:
+            yield "recompute", block, stream
+        for mode in ("backward_top", "backward"):
+            yield from ((mode, block, part) for part in parts)
+
+
 def evaluation(
     plan: Plan,
     step: int,
     batch: int,
     *,
     documents: Documents,
-    chunks: Sequence[Chunk] | None = None,
+    streams: Streams | None = None,
     of_reference: bool = False,
 ) -> Pass:
     """The loss of the micro-batches of `documents` as of the end of step `step`, or by the reference model: a forward
     that nothing follows.
 
-    There are no more of them than a group has; `chunks` as for a step. `batch` is above 0 and no other's after the
+    There are no more of them than a group has; `streams` as for a step. `batch` is above 0 and no other's after the
     step.
     """
     assert batch > 0
-    if chunks is None:
-        chunks = [chunk for chunk in plan.group_chunks if chunk.micro_batch < len(documents)]
+    streams = plan.streams[: min(plan.group, len(documents))] if streams is None else streams
+    chunks = list(own(streams))
     # The last block begins with the chunk that was computed last.
-    group = _forward_only(plan, "evaluate", list(chunks), list(chunks)[::-1])
-    return Pass(step=step, batch=batch, groups=[group], ends=a.EVALUATE, documents=documents, of_reference=of_reference)
+    group = _forward_only(plan, "evaluate", chunks, chunks[::-1])
+    return Pass(
+        step=step,
+        batch=batch,
+        groups=[group],
+        ends=a.EVALUATE,
+        streams=streams,
+        documents=documents,
+        of_reference=of_reference,
+    )
 
 
 def sampling(
@@ -138,7 +187,7 @@ def sampling(
 
 def _forward_only(plan: Plan, mode: Mode, chunks: list[Chunk], of_last: list[Chunk]) -> Group:
     last = len(plan.blocks) - 1
-    return Group(chunks, [*((mode, block, chunks) for block in range(last)), (mode, last, of_last)])
+    return Group(chunks, [*_forward(plan, mode, chunks), (mode, last, of_last)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +201,7 @@ class Task:
     layer: int
     """Index of the block in the plan."""
     following: int | None
-    """Index of the block that the group visits next."""
+    """Index of the next other block that the group visits."""
     chunk: Chunk
     first: bool
     last: bool
@@ -160,13 +209,13 @@ class Task:
 
 def tasks(groups: Sequence[Group]) -> list[Task]:
     """All visits of a pass, chunk by chunk."""
-    visits = [
-        (group, visit, following)
-        for group in groups
-        for visit, following in itertools.zip_longest(group.visits, [block for _, block, _ in group.visits[1:]])
-    ]
-    return [
-        Task(group, number, mode, block, following, chunk, chunk is order[0], chunk is order[-1])
-        for number, (group, (mode, block, order), following) in enumerate(visits)
-        for chunk in order
-    ]
+    result: list[list[Task]] = []
+    count = sum(len(group.visits) for group in groups)
+    for group in reversed(groups):
+        following = after = None
+        for mode, block, order in reversed(group.visits):
+            if after != block:
+                following, after = after, block
+            count -= 1
+            result.append([Task(group, count, mode, block, following, c, c is order[0], c is order[-1]) for c in order])
+    return list(itertools.chain.from_iterable(reversed(result)))

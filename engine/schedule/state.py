@@ -70,10 +70,13 @@ class StateSchedule:
         """Slot of each buffer whose weights are on the compute device for now."""
         self._ahead: dict[tuple[str, int], int] = {}
         """(buffer, part) -> state stage into which it has been read before its update's turn."""
-        self.gradient_slot: dict[str, int] = {}
-        """Slot in which a buffer's gradient is being summed; WHOLE where it has memory of its own."""
-        self._begun: set[str] = set()
-        """Buffers of whose gradient there is a sum, in the step being emitted."""
+        self.replica = 0
+        """Whose gradients the ops are about, of the replicas whose sums are open at once."""
+        self.gradient_slot: dict[tuple[str, int], int] = {}
+        """(buffer, replica) -> the slot in which its gradient is being
+        summed; WHOLE where it has memory of its own."""
+        self._begun: set[tuple[str, int]] = set()
+        """Those of whose gradient there is a sum, in the step being emitted."""
 
     def begin(self) -> None:
         """The ops of another group of micro-batches follow."""
@@ -240,30 +243,30 @@ class StateSchedule:
     def gradient(self, name: str) -> Resource:
         """Where the gradient of buffer `name` is being summed."""
         buffer = self._plan.buffers[name]
-        if self.gradient_slot[name] == WHOLE:
+        if self.gradient_slot[name, self.replica] == WHOLE:
             return r.resource(r.GPU_GRADIENT, name)
-        return r.resource(r.GPU_GRADIENT, buffer.pool, self.gradient_slot[name])
+        return r.resource(r.GPU_GRADIENT, buffer.pool, self.gradient_slot[name, self.replica])
 
     def open_gradient(self, name: str) -> bool:
         """Make sure that `name` has memory for its gradient; True when there is no sum yet and it must be zeroed."""
-        new = name not in self._begun
-        if name not in self.gradient_slot:
+        new = (name, self.replica) not in self._begun
+        if (name, self.replica) not in self.gradient_slot:
             if new:
                 self._place_gradient(name)
             for load in self.fetch_sum(name, 1):
                 load()
-        self._begun.add(name)
+        self._begun.add((name, self.replica))
         return new
 
     def _place_gradient(self, name: str) -> int:
         buffer = self._plan.buffers[name]
         own = "gpu" in (buffer.gradient, buffer.sums)
-        slot = self.gradient_slot[name] = WHOLE if own else self._gradients[buffer.pool].take(name)
+        slot = self.gradient_slot[name, self.replica] = WHOLE if own else self._gradients[buffer.pool].take(name)
         return slot
 
     def fetch_sum(self, name: str, turns: int) -> list[Load]:
         """Where earlier groups summed a gradient of `name`, its place; what brings it there, as `fetch` does."""
-        if name in self.gradient_slot or name not in self._begun:
+        if (name, self.replica) in self.gradient_slot or (name, self.replica) not in self._begun:
             return []
         buffer, slot = self._plan.buffers[name], self._place_gradient(name)
         if slot == WHOLE:
@@ -275,7 +278,7 @@ class StateSchedule:
     def suspend_gradient(self, name: str) -> list[Load]:
         """The gradient of `name` waits for the step's next group; what brings it to where it waits, as `fetch` does."""
         buffer, source = self._plan.buffers[name], self.gradient(name)
-        slot = self.gradient_slot.pop(name)
+        slot = self.gradient_slot.pop((name, self.replica))
         if slot == WHOLE:
             return []
         stores = self._pieces(a.STORE_SUM, buffer, slot, source, r.resource(r.RAM_GRADIENT, name), FP32)
@@ -285,8 +288,8 @@ class StateSchedule:
         """The gradient of `name` is complete: take its norm and move it to where it waits."""
         buffer = self._plan.buffers[name]
         source = self.gradient(name)
-        slots = {name: self.gradient_slot.pop(name)}
-        self._begun.discard(name)
+        slots = {name: self.gradient_slot.pop((name, self.replica))}
+        self._begun.discard((name, self.replica))
         self._emit(a.NORM, name, reads=[source], writes=[r.resource(r.GPU_NORMS)], slots=slots)
         item = self._plan.problem.gradient_bytes
         if buffer.gradient == "ram":
@@ -302,8 +305,8 @@ class StateSchedule:
         """The gradient of a replica of `name` is complete: it goes part by part through the ring to the ranks that own
         the parts, which add it to those before it. `last`: with it the step's gradient is complete."""
         buffer, emit = self._plan.buffers[name], self._emit
-        source, slots = self.gradient(name), {name: self.gradient_slot.pop(name)}
-        self._begun.discard(name)
+        source, slots = self.gradient(name), {name: self.gradient_slot.pop((name, self.replica))}
+        self._begun.discard((name, self.replica))
         new = name not in self._added
         self._added.add(name)
         for part in range(buffer.num_parts):

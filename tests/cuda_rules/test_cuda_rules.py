@@ -17,7 +17,8 @@ from some_ops import an_op
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.forecast.problem import ALLOCATOR_SHARE, overhead_bytes
 from penstock.engine.machine.limits import RAM_RESERVE
-from penstock.engine.plan.plan import Plan, cut_chunks
+from penstock.engine.plan.chunks import cut_chunks
+from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import CUBLAS_WORKSPACE_BYTES, PlanOptions
 from penstock.engine.runtime.batch import BatchCarrier
 from penstock.engine.runtime.memory import DeviceArena

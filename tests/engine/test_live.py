@@ -26,7 +26,7 @@ from penstock.engine.data.corpus.files import Origins, OriginsWriter
 from penstock.engine.data.corpus.prepare import prepare_data
 from penstock.engine.data.documents import MOST_DOCUMENTS, step_documents
 from penstock.engine.events import LaneTotals, Preparing, Progress, StepMetrics, Want
-from penstock.engine.plan.plan import Chunk
+from penstock.engine.plan.chunks import Chunk
 from penstock.engine.preparing import REPORT_S, Checklist
 from penstock.engine.progress import Live
 from penstock.engine.runtime.failures import DivergedError

@@ -474,7 +474,7 @@ class Replay:
         self.gpu: GpuMemory = allocate_gpu(self.plan, DEVICE)
         self.slot_bytes = cuda.live_bytes()
         self.ram: RamMemory = carve(cuda, self.plan)
-        self._carrier = BatchCarrier(self.plan.chunks, DEVICE, sequences=self.plan.problem.sequences)
+        self._carrier = BatchCarrier(self.plan, DEVICE)
         self.arithmetic = Arithmetic(cuda, shapes)
         work: tuple[Any, ...] = self.arithmetic, Updates(cuda), Files(cuda), self.gpu, self.ram
         rest = train, LOGITS_BYTES["cuda"], lambda step: None

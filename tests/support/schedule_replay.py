@@ -8,7 +8,8 @@ from msgspec import structs
 
 from penstock.engine.attention.spans import prefixes_of
 from penstock.engine.plan.activations import GRADIENT_OF
-from penstock.engine.plan.plan import Chunk, Plan
+from penstock.engine.plan.chunks import Chunk
+from penstock.engine.plan.plan import Plan
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.ops import Op

@@ -15,7 +15,8 @@ from samples import sampled
 from schedule_replay import Replay, races
 from small_problems import planned, problem, problems, skipping, some_plan
 
-from penstock.engine.plan.plan import Plan, cut_chunks, filled_chunks, sample_regions
+from penstock.engine.plan.chunks import cut_chunks, filled_chunks
+from penstock.engine.plan.plan import Plan, sample_regions
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions, SampleSpace
 from penstock.engine.runtime.block_ops import BlockOps
