@@ -87,6 +87,7 @@ def check_model(
     config: PretrainedConfig,
     *,
     pieces: bool = False,
+    shards: int = 1,
     chunk_tokens: int = _CHUNK,
     seed: int = 0,
     router_aux_loss: float | None = None,
@@ -99,7 +100,8 @@ def check_model(
     """Stream a shrunk copy of the model of `config` and compare loss and gradients with plain transformers (float32).
     Where the model can, a document goes on from the beginning of another, as a pair's second answer from the prompt.
 
-    With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it. With
+    With `pieces` attention goes over one chunk of keys at a time, as a run with a streamed window does it; with several
+    `shards` as one does whose GPUs share each sequence, by one of them in turn. With
     `router_aux_loss`, or where the config switches it on (TrainConfig), a mixture of experts balances its routers. With
     an `adapter` transformers' model has peft's layers, and what is compared is the adapter's gradients. With
     `split_layers` that part of a layer is a block of its own, with `expert_groups` experts about as many. With a
@@ -121,19 +123,20 @@ def check_model(
         small, spec = _small_model(config, adapter, split_layers, expert_groups, frozen_format)
         cut = "documents" if spec.whole_documents else "chunks"
         aux = router_coefficient(small, router_aux_loss, whole_documents=spec.whole_documents)
-        errors = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux)
+        errors = _compare(small, spec, pieces, shards, chunk_tokens, seed, torch.float32, aux)
         error, worst = _largest(errors)
         if TOLERANCE < error < math.inf:
             with contextlib.suppress(UserError):  # no float64 reference: the float32 result stands
-                exact = _largest(_compare(small, spec, pieces, chunk_tokens, seed, torch.float64, aux))
+                exact = _largest(_compare(small, spec, pieces, shards, chunk_tokens, seed, torch.float64, aux))
                 others = (
-                    _largest(_compare(small, spec, pieces, chunk_tokens, seed + i, torch.float32, aux))[0] < _NARROW
+                    _largest(_compare(small, spec, pieces, shards, chunk_tokens, seed + i, torch.float32, aux))[0]
+                    < _NARROW
                     for i in range(1, 1 + _OTHER_SEEDS)
                 )
                 if error < _NARROW or (exact[0] <= TOLERANCE and any(others)):
                     error, worst = exact
         if error <= TOLERANCE and spec.states and device.type != "cpu":
-            there = _compare(small, spec, pieces, chunk_tokens, seed, torch.float32, aux, device)
+            there = _compare(small, spec, pieces, shards, chunk_tokens, seed, torch.float32, aux, device)
             torch.cuda.empty_cache()
             beyond = {name: max(0.0, found - errors[name]) for name, found in there.items()}
             error, worst = max((error, worst), _largest(beyond))
@@ -182,6 +185,7 @@ def _compare(
     small: PretrainedConfig,
     spec: ModelSpec,
     pieces: bool,
+    shards: int,
     chunk_tokens: int,
     seed: int,
     dtype: torch.dtype,
@@ -226,12 +230,14 @@ def _compare(
         if shares:
             batch[-1] = _sharing(batch[-1])
         if dtype == torch.float32:
-            loss, grads = streamed_gradients(runner, given, batch, chunk_tokens, pieces)
+            loss, grads = streamed_gradients(runner, given, batch, chunk_tokens, pieces, shards)
         else:  # by the step in plain words, which any dtype has
             weights = in_buffers(spec, parameters)
             grads = in_buffers(spec, {name: torch.zeros_like(weight) for name, weight in weights.items()})
             with _InFloat64():
-                loss = forward_backward(runner, weights, grads, batch, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces)
+                loss = forward_backward(
+                    runner, weights, grads, batch, chunk_tokens, _LOGITS_BYTES, in_pieces=pieces or shards > 1
+                )
     grads = joined(spec.params, grads)
     errors = _errors(grads, loss, reference, reference_loss)
     if device.type != "cpu":
@@ -286,10 +292,11 @@ def streamed_gradients(
     batch: Sequence[MicroBatch],
     chunk_tokens: int,
     pieces: bool,
+    shards: int = 1,
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of a pass of the engine in float32: what a run's step is, in the least GPU memory, so that
     weights, activations and gradients wait in RAM."""
-    problem = _problem(runner.spec, batch, chunk_tokens)
+    problem = _problem(runner.spec, batch, chunk_tokens, shards)
     options = PlanOptions(streamed=pieces and any(runner.spec.attention) and problem.may_stream)
     try:
         make_plan(problem, options)
@@ -303,13 +310,15 @@ def streamed_gradients(
         return loss, {name: gradient.clone() for name, gradient in computing.gradients().items()}
 
 
-def _problem(spec: ModelSpec, batch: Sequence[MicroBatch], chunk_tokens: int) -> PlanInput:
+def _problem(spec: ModelSpec, batch: Sequence[MicroBatch], chunk_tokens: int, shards: int) -> PlanInput:
     return PlanInput(
         blocks=block_shapes(spec, "float32"),
         buffers=whole_buffers(spec, "float32"),
         hidden_size=spec.hidden_size,
         compute_dtype="float32",
         micro_batches=len(batch),
+        replicas=shards,
+        sharded=shards > 1,
         rows=1,
         row_tokens=max(len(one.ids) for one in batch),
         chunk_tokens=chunk_tokens,

@@ -168,8 +168,8 @@ class Session:
                 checksums = shared.slot("checksums", own["checksums"]).view(torch.int64).view(2, -1)
                 moved = shared.slot("traffic", own["traffic"]).view(torch.int64)
                 self._moved = moved.view(ranks.count, len(store.drives), 2)
-            self.ram: RamMemory = allocate_ram(plan, ranks.rank, shared)
-            self.exchange = Exchange(plan, ranks.rank, self.ram, counters)
+            self.ram: RamMemory = allocate_ram(plan, shared)
+            self.exchange = Exchange(plan, self.ram, counters)
             if ranks.count > 1:
                 store.share(Committing(self.exchange), checksums)
         if device.type == "cuda":
@@ -183,14 +183,14 @@ class Session:
                 vision.open(device, compute.runner.dtype)
         with checklist.step("filling the tiers"):
             past = StateReader(store, spec, train).catch_up(plan.lazy)
-            load_memory(store, plan, self.gpu, self.ram, rank=ranks.rank)
+            load_memory(store, plan, self.gpu, self.ram)
             ranks.meet()  # weights that others have read are there as well
         work = plan, compute.runner, compute.optimizer, store, self.gpu, self.ram
         self.objective = find_objective(recipe)
         self.runtime = Runtime(*work, train, LOGITS_BYTES[device.type], self._commit, self.objective, self.exchange)
         if self.runtime.idle is not None:
             self.runtime.idle.resume(self.step, past)
-        self.builder = ScheduleBuilder(plan, behind_at=self.step if past.as_of else None, rank=ranks.rank)
+        self.builder = ScheduleBuilder(plan, behind_at=self.step if past.as_of else None)
         on_host = ("ram", "gpu") if device.type == "cpu" else ("ram",)
         guard = MemoryGuard(plan, sum(plan.tiers[tier].peak_bytes for tier in on_host))
         streams = GPU_LANES if device.type == "cuda" else frozenset[str]()

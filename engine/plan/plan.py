@@ -141,11 +141,11 @@ class Plan:
     """Windows for keys and values that are there whole; micro-batches take them in turn."""
     tiers: dict[str, TierPlan]
     rank: int = 0
-    """Whose chunks they are, where ranks share each sequence."""
+    """Whose it is: all have as much of everything, but parts and chunks of their own."""
 
     def of_rank(self, rank: int) -> Plan:
-        """The plan of another rank, which has as much of everything."""
-        return replace(self, rank=rank, chunks=cut_chunks(self.problem, rank)) if self.problem.sharded else self
+        """The same of another rank."""
+        return replace(self, rank=rank, chunks=cut_chunks(self.problem, rank)) if self.problem.ranks > 1 else self
 
     @property
     def streams(self) -> Streams:

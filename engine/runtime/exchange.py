@@ -29,9 +29,9 @@ KINDS = ("handed over", "freed", "updated", "step", "committing", "layer")
 class Exchange:
     """One rank's side of it; alone, it has nobody to wait for."""
 
-    def __init__(self, plan: Plan, rank: int, ram: RamMemory, counters: Counters | None) -> None:
+    def __init__(self, plan: Plan, ram: RamMemory, counters: Counters | None) -> None:
         """`counters`: of all ranks, KINDS times their number; None for the only one."""
-        self._plan, self.rank, self._ram, self._counters = plan, rank, ram, counters
+        self._plan, self.rank, self._ram, self._counters = plan, plan.rank, ram, counters
         self.count = plan.problem.ranks
         self._met: Counter[str] = Counter()
         self._first_part: dict[str, int] = {}

@@ -195,9 +195,9 @@ def _ring_slots(plan: Plan) -> list[tuple[int, int]]:
     return list(itertools.product(range(plan.problem.ranks), range(RING_PARTS))) if plan.problem.adds_replicas else []
 
 
-def allocate_ram(plan: Plan, rank: int = 0, shared: HostArena | None = None) -> RamMemory:
-    """Carve the host arena, unpinned, as `rank` needs it; what it does not hold of a buffer lives on another tier.
-    `shared`: has room for `shared_slots`, where there are several ranks."""
+def allocate_ram(plan: Plan, shared: HostArena | None = None) -> RamMemory:
+    """Carve the host arena, unpinned, as the plan's rank needs it; what it does not hold of a buffer lives on another
+    tier. `shared`: has room for `shared_slots`, where there are several ranks."""
     problem, tier, gradient_dtype = plan.problem, plan.tiers["ram"], getattr(torch, plan.problem.gradient_dtype)
     capacity = max(ALIGNMENT, tier.peak_bytes - problem.beside_bytes)  # a model that is queried may need none
     if shared is not None:  # a rank may own a part more than the mean of all; what is not used is not resident
@@ -216,7 +216,7 @@ def allocate_ram(plan: Plan, rank: int = 0, shared: HostArena | None = None) -> 
             slot = typed(f"ring.{owner}.{i}", problem.state_part_numel, torch.float32, common)
             ram.rings[owner].append(slot)
     for buffer in plan.buffers.values():
-        name, dtypes, own = buffer.name, _dtypes(plan, buffer, "ram"), buffer.owned_numel(rank)
+        name, dtypes, own = buffer.name, _dtypes(plan, buffer, "ram"), buffer.owned_numel(plan.rank)
         ram.buffers[name] = {}
         for kind, dtype in dtypes.items():
             numel, arena = (buffer.numel, common) if kind == "weights" else (own, ram.arena)

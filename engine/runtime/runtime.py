@@ -53,7 +53,7 @@ class Runtime:
         self._samples_passes = 0
         self.idle = self._idle(train)
         self.layer_ops = LayerOps(self._views, self.idle)
-        exchange = exchange or Exchange(plan, 0, ram, None)
+        exchange = exchange or Exchange(plan, ram, None)
         self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes, self.idle, objective, exchange)
         state_ops = StateOps(self._views, optimizer, store, commit, self.idle, exchange)
         self.sample_ops = SampleOps(self._views, logits_bytes)

@@ -114,17 +114,15 @@ def load_memory(
     gpu: GpuMemory,
     ram: RamMemory,
     there: Container[str] = (),
-    rank: int = 0,
 ) -> None:
     """Bring the committed generation to where the plan wants it: resident state, and weights on every tier. What lives
-    in RAM is read there; the rest passes through the plan's part stages. `there`: buffers that are there already;
-    `rank`: whose parts of it."""
+    in RAM is read there; the rest passes through the plan's part stages. `there`: buffers that are there already."""
     loading = _Loading(cast(NvmeStore, store), plan, gpu, ram)
     buffers = [buffer for buffer in plan.buffers.values() if buffer.name not in there]
     total, requested = sum(buffer.numel for buffer in buffers), 0
     for buffer in buffers:
         on_each_gpu = buffer.frozen and buffer.weights == "gpu"
-        for part in range(buffer.num_parts) if on_each_gpu else buffer.owned(rank):
+        for part in range(buffer.num_parts) if on_each_gpu else buffer.owned(plan.rank):
             if buffer.frozen:
                 loading.frozen(buffer, part)
             elif buffer.state == "ram":

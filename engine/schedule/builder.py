@@ -33,12 +33,12 @@ class ScheduleBuilder:
     """Emits the ops of consecutive passes. Those of a pass are preceded block by block by the updates of the gradient
     that still waits; `finish` is the updates alone."""
 
-    def __init__(self, plan: Plan, *, behind_at: int | None = None, rank: int = 0) -> None:
+    def __init__(self, plan: Plan, *, behind_at: int | None = None) -> None:
         """`behind_at`: the run's step, where a group of experts has not been brought to it (engine/runtime/idle.py)."""
         self._plan = plan
         self._emitter = Emitter()
         self._emit = self._emitter.emit
-        self._state = StateSchedule(plan, self._emitter, behind_at, rank)
+        self._state = StateSchedule(plan, self._emitter, behind_at)
         self._senders = plan.problem.senders
         shared = plan.problem.sharded
         self._activations = (SharedActivations if shared else ActivationSchedule)(plan, self._emitter)

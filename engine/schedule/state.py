@@ -26,9 +26,9 @@ LEAST_PIECE_BYTES = 16 * 2**20
 class StateSchedule:
     """Emits the ops on flat buffers. What it returns are the resources that compute ops read and write."""
 
-    def __init__(self, plan: Plan, emitter: Emitter, behind_at: int | None, rank: int) -> None:
+    def __init__(self, plan: Plan, emitter: Emitter, behind_at: int | None) -> None:
         """`behind_at`: see ScheduleBuilder."""
-        self._plan, self._kinds, self._rank = plan, plan.problem.state_kinds, rank
+        self._plan, self._kinds, self._rank = plan, plan.problem.state_kinds, plan.rank
         self._ring_owners: deque[int] = deque(maxlen=RING_PARTS)
         """Who adds each of the parts that were handed over last."""
         self._handed_over = 0

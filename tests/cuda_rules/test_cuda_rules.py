@@ -12,12 +12,12 @@ from cuda_pretended import DEVICE, LARGE_PAGE, SMALL_PAGE, Pretended, Stream, pr
 from cuda_replay import Case, Replay, planned, replay
 from cuda_watch import LARGEST_REGISTRATION, PAGE, Watch
 from msgspec import structs
+from small_problems import problem, some_plan
 from some_ops import an_op
 
 from penstock.engine.clock import wait_for_copies
 from penstock.engine.forecast.problem import ALLOCATOR_SHARE, overhead_bytes
 from penstock.engine.machine.limits import RAM_RESERVE
-from penstock.engine.plan.chunks import cut_chunks
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import CUBLAS_WORKSPACE_BYTES, PlanOptions
 from penstock.engine.runtime.batch import BatchCarrier
@@ -325,11 +325,11 @@ def test_an_access_that_nothing_orders_is_found(lane: str) -> None:
 
 def test_a_stream_that_nobody_waits_for_is_found(monkeypatch: pytest.MonkeyPatch, cuda: Pretended) -> None:
     """Tokens that the carrier brings are read by compute; without its wait they may not be there."""
-    chunks = cut_chunks(1, 1, 64, 64, False)
+    plan = some_plan(problem(micro_batches=1, row_tokens=64), PlanOptions())
     for waits in (True, False):
         if not waits:
             monkeypatch.setattr(Stream, "synchronize", lambda self: None)
-        tokens = BatchCarrier(chunks, DEVICE).step([Replay.batch_of(64, 64, 1, 100)], {}).chunks[0]
+        tokens = BatchCarrier(plan, DEVICE).step([Replay.batch_of(64, 64, 1, 100)], {}).chunks[0]
         cuda.watch.begin(an_op(int(not waits), "compute"))
         cuda.use(tokens.ids, write=False)
         cuda.watch.end()

@@ -298,9 +298,14 @@ class Replay:
             self.held[r.activation(a.SAVED, op.slots[a.SAVED])] = self._content("saved", op)
 
     def _keys(self, op: Op) -> None:
-        self._wants(r.activation(a.KV, op.slots[a.KV]), self._content("kv", op, op.slots[a.KEYS]), op)
-        assert op.slots[a.KEYS] not in self._seen
-        self._seen.append(op.slots[a.KEYS])
+        keys = self._index(op)
+        self._wants(r.activation(a.KV, op.slots[a.KV]), self._content("kv", op, keys), op)
+        assert keys not in self._seen
+        self._seen.append(keys)
+
+    def _index(self, op: Op) -> int:
+        """Of the chunk of keys that a streamed op names."""
+        return self.plan.chunks[op.index].micro_batch * self.plan.window_chunks + op.slots[a.KEYS]
 
     def _visible(self, op: Op) -> set[int]:
         """Chunks of which some key is seen by some query of the op's chunk, counted one by one."""
@@ -329,7 +334,7 @@ class Replay:
         assert (a.FIRST in op.flags) == (not self._seen)
         self._keys(op)
         place = r.activation(a.DKV, op.slots[a.DKV])
-        content = self._content("dkv", op, op.slots[a.KEYS])
+        content = self._content("dkv", op, self._index(op))
         if a.ZERO_DKV in op.flags:
             self.held[place] = (*content, ())
         self._wants(place, content, op)

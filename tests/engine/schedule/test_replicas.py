@@ -34,7 +34,7 @@ def plan_of(shape: dict[str, Any], ranks: int, rounds: int, each: int, group: in
 
 
 def ops_of(plan: Plan, rank: int) -> list[Op]:
-    builder, ops = ScheduleBuilder(plan, rank=rank), []
+    builder, ops = ScheduleBuilder(plan.of_rank(rank)), []
     for step in range(1, STEPS + 1):
         ops += builder.ops(training(plan, step), commit_previous=step == 2)
     return ops + builder.finish(commit=True)

@@ -15,7 +15,7 @@ from samples import sampled
 from schedule_replay import Replay, races
 from small_problems import planned, problem, problems, skipping, some_plan
 
-from penstock.engine.plan.chunks import cut_chunks, filled_chunks
+from penstock.engine.plan.chunks import filled_streams, own, streams
 from penstock.engine.plan.plan import Plan, sample_regions
 from penstock.engine.plan.planner import make_plan
 from penstock.engine.plan.problem import ALIGNMENT, DKV_SLOTS, KV_SLOTS, POOLS, PlanOptions, SampleSpace
@@ -79,16 +79,16 @@ def steps_of(
     padding = dict(enumerate(filled, start=1))
     ops: list[Op] = []
     for step in range(1, steps + 1):
-        chunks = filled_chunks(plan.chunks, padding[step]) if step in padding else None
-        pass_ = training(plan, step, documents=documents, chunks=chunks)
+        filled_to = plan.filled_streams(padding[step]) if step in padding else None
+        pass_ = training(plan, step, documents=documents, streams=filled_to)
         ops += builder.ops(pass_, commit_previous=step % 2 == 1)
         for number, count in enumerate((passes or {}).get(step, ()), start=1):
             count = min(count, plan.group)
             looked_at = (documents or plan.row_documents)[:count]
             commit = number == 1 and count == 1 and step % 2 == 0  # else the next step commits, or the end
-            chunks = filled_chunks(plan.chunks, padding[step][:count]) if step in padding else None
+            filled_to = plan.filled_streams(padding[step][:count]) if step in padding else None
             of_reference = bool(plan.problem.references) and number == 2
-            pass_ = evaluation(plan, step, number, documents=looked_at, chunks=chunks, of_reference=of_reference)
+            pass_ = evaluation(plan, step, number, documents=looked_at, streams=filled_to, of_reference=of_reference)
             ops += builder.ops(pass_, commit_previous=commit)
         if plan.problem.samples is not None:
             ops += samples_of(plan, builder, step)
@@ -300,10 +300,10 @@ def test_every_op_finds_what_it_wants_where_it_looks(
     documents = [with_prefixes(sorted(starts), prefixes if cuts else [])] * micro_batches
     whole: list[list[int | None]] = [[None] * micro_batches] * 2
     filled = [[None if s is None else s * tokens // 160 for s in step[:micro_batches]] for step in shares or whole]
-    cut = {(step, 0): filled_chunks(plan.chunks, of_step) for step, of_step in enumerate(filled, start=1)}
+    cut = {(step, 0): plan.filled_chunks(of_step) for step, of_step in enumerate(filled, start=1)}
     for step in passes.keys() & {1, 2}:
         for number, count in enumerate(passes[step], start=1):
-            cut[step, number] = filled_chunks(plan.chunks, filled[step - 1][: min(count, plan.group)])
+            cut[step, number] = plan.filled_chunks(filled[step - 1][: min(count, plan.group)])
     ops = steps_of(plan, 2, None if cuts is None else documents, passes, filled if shares else ())
     replay = Replay(plan, documents, cut if shares else None)
     for op in ops:
@@ -335,8 +335,8 @@ def test_a_batch_needs_the_chunks_that_hold_its_tokens(
     micro_batches: int, tokens: int, chunk_tokens: int, multiple: int, filled: list[int | None]
 ) -> None:
     filled = [None if n is None else min(n, tokens) for n in filled[:micro_batches]]
-    chunks = cut_chunks(micro_batches, 1, tokens, chunk_tokens, False)
-    found = filled_chunks(chunks, filled, multiple)
+    whole_step = streams(problem(micro_batches=micro_batches, row_tokens=tokens, chunk_tokens=chunk_tokens))
+    chunks, found = list(own(whole_step)), list(own(filled_streams(whole_step, filled, multiple)))
     assert found[0].index == 0
     covered = {(c.micro_batch, t) for c in found for t in range(c.start, c.end)}
     real = {(m, t) for m, n in enumerate(filled) for t in range(tokens if n is None else n)}
@@ -352,7 +352,8 @@ def test_a_batch_needs_the_chunks_that_hold_its_tokens(
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 200), st.booleans())
 def test_chunks_cover_a_batch(micro_batches: int, rows: int, row_tokens: int, chunk_tokens: int, per_row: bool) -> None:
-    chunks = cut_chunks(micro_batches, rows, row_tokens, chunk_tokens, per_row)
+    shape = {"micro_batches": micro_batches, "rows": rows, "row_tokens": row_tokens, "chunk_tokens": chunk_tokens}
+    chunks = list(own(streams(problem(**shape, chunk_per_row=per_row))))
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
     for m in range(micro_batches):
         mine = [chunk for chunk in chunks if chunk.micro_batch == m]
@@ -386,6 +387,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "a vision tower, in groups, with samples": (SAMPLES | SCARCE | {"vision": True}, PlanOptions(group=1)),
     "a reference on NVMe": (SCARCE | {"references": True, "device_reads": False}, PlanOptions()),
     "replicas on two ranks, on NVMe": (SCARCE | {"replicas": 4, "ranks": 2}, PlanOptions()),
+    "shards on two ranks, on NVMe": (SCARCE | LONG | {"replicas": 4, "ranks": 2, "sharded": True}, PlanOptions()),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(offloaded_graphs="all")),
 }
 """Problems and choices in which every action has its place."""
