@@ -78,16 +78,15 @@ class SharedActivations(ActivationSchedule):
         return slot
 
     def published(self, layer: int, micro_batch: int) -> None:
-        """All ranks' keys and values are there from here on, and none of them reads the window's last content, or what
-        others have summed for it."""
+        """All ranks' keys and values are there from here on. None of them still reads what the other window holds, or
+        what this rank has summed, as each has published after it ended the block before; nor does this rank sum
+        anything for another one before it has read what that has published here."""
         stream = self.whole[micro_batch]
         own = [chunk for chunk in stream if chunk.index >= 0]
         reads = [r.resource(r.RAM_WINDOW_KV, self._place(chunk)) for chunk in own]
-        reads += [r.resource(r.RAM_WINDOW_DKV, r.SUM, chunk.local) for chunk in own]
         writes = [r.resource(r.RAM_WINDOW_KV, self._place(chunk)) for chunk in stream if chunk.index < 0]
         other = (self._turn + 1) % SHARED_WINDOWS
         writes += [r.resource(r.RAM_WINDOW_KV, self._place(chunk, other)) for chunk in self._all_own()]
-        writes += [r.resource(r.RAM_WINDOW_DKV, ordinal) for ordinal in range(self._length)]
         self._meet(layer, reads, writes)
 
     def _all_own(self) -> list[Chunk]:
