@@ -432,6 +432,7 @@ def _refuse_unless_exact(spec: ModelSpec, recipe: Recipe, plan: Plan, observer: 
     result = check_model(
         spec.config,
         pieces=plan.streamed,
+        shards=2 if plan.problem.sharded else 1,
         router_aux_loss=recipe.train.router_aux_loss,
         adapter=spec.adapter,
         split_layers=recipe.train.split_layers,

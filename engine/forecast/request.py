@@ -105,6 +105,11 @@ class PlanRequest:
         spec, recipe, budgets = self.spec, self.recipe, self.budgets
         data, train, storage = recipe.data, recipe.train, recipe.storage
         objective = find_objective(recipe)
+        if train.sharded and self.vision.whole_chunks:
+            raise UserError(
+                "train.parallel: tokens of an image attend to one another both ways, so that no sequence with images "
+                "can be divided; use train.parallel=data"
+            )
         buffers = buffer_shapes(spec, recipe)
         largest_file = ChunkFormat(max(buffer.part_numel for buffer in buffers) * FP32).file_bytes
         optimizer = find_optimizer(train)

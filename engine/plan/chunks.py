@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from penstock.engine.plan.problem import PlanInput
+from penstock.engine.plan.problem import PlanInput, chunks_of_piece
 
 FOREIGN = -1
 """Index of a chunk that another rank computes."""
@@ -68,12 +68,10 @@ def _streams(micro_batches: int, total: int, width: int, shards: int, ranks: int
         ends = [*range(width, total, width), total]
         shard_of = [0] * len(ends)
     else:
-        each = -(-total // (2 * shards * width))
-        """Chunks of a piece."""
-        count = 2 * shards * each
+        count = 2 * shards * chunks_of_piece(total, width, shards)
         unit = TILE if total >= 8 * TILE * count else 1
         ends = [total * (i + 1) // (count * unit) * unit for i in range(count - 1)] + [total]
-        pieces = [i // each for i in range(count)]
+        pieces = [i * 2 * shards // count for i in range(count)]
         shard_of = [min(piece, 2 * shards - 1 - piece) for piece in pieces]
     mine = [i for i, shard in enumerate(shard_of) if shard % ranks == rank] if shards else range(len(ends))
     local = {ordinal: i for i, ordinal in enumerate(mine)}

@@ -117,6 +117,11 @@ class BufferShape:
         return replace(self, name=reference_name(self.name), frozen=True, reference_of=self.name)
 
 
+def chunks_of_piece(stream_tokens: int, chunk_tokens: int, shards: int) -> int:
+    """Into how many chunks of about `chunk_tokens` at most a piece of a shared stream is cut, two pieces a shard."""
+    return max(1, min(-(-stream_tokens // (2 * shards * chunk_tokens)), stream_tokens // (2 * shards)))
+
+
 def reference_name(buffer: str) -> str:
     """Name of the buffer that keeps the first values of one that is trained."""
     return f"{buffer}.reference"
@@ -391,8 +396,7 @@ class PlanInput:
         """Of all ranks' micro-batches."""
         total, width = self.rows * self.row_tokens, self.row_tokens if self.chunk_per_row else self.chunk_tokens
         if self.sharded:
-            shards = 2 * self.replicas
-            return self.micro_batches * shards * -(-total // (shards * min(width, total)))
+            return self.micro_batches * 2 * self.replicas * chunks_of_piece(total, width, self.replicas)
         return self.ranks * self.micro_batches * -(-total // width)
 
     @property

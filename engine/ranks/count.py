@@ -19,8 +19,9 @@ class RankCount(NamedTuple):
 
 
 def rank_count(recipe: Recipe) -> RankCount:
-    """As train.gpus says, else as many GPUs as there are and train.replicas or the batch can be divided among. Raises
-    UserError for more than there are."""
+    """As train.gpus says, else as many GPUs as there are and train.replicas or the batch can be divided among, and all
+    of them where these are more than the batch has parts and each sequence can be divided. Raises UserError for more
+    than there are."""
     import torch
 
     from penstock.engine.machine.device import resolve_device
@@ -39,6 +40,10 @@ def rank_count(recipe: Recipe) -> RankCount:
     parts = train.replicas or train.global_batch_size // train.micro_batch_size
     able = len(there) if why_not(recipe) is None else 1
     count = wanted or max(n for n in range(1, able + 1) if parts % n == 0)
+    if wanted is None and train.replicas is None and (train.parallel == "context" or parts < able):
+        by_sequence = replace(train, replicas=able, parallel="context") if able > 1 else train
+        if train.parallel != "data" and why_not(replace(recipe, train=by_sequence)) is None:
+            count = able
     return RankCount(count, there[:count])
 
 
@@ -49,9 +54,7 @@ def with_replicas(recipe: Recipe, count: int) -> Recipe:
     try:
         return replace(recipe, train=replace(recipe.train, replicas=count))
     except ValueError as error:
-        raise UserError(
-            f"train.gpus: {count} GPUs share a step's sequences: {error}; or use fewer GPUs (train.gpus)"
-        ) from error
+        raise UserError(f"train.gpus: {count} GPUs share a step: {error}; or use fewer GPUs (train.gpus)") from error
 
 
 def why_not(recipe: Recipe, spec: ModelSpec | None = None) -> str | None:
@@ -63,10 +66,27 @@ def why_not(recipe: Recipe, spec: ModelSpec | None = None) -> str | None:
         return "gradients are added in float32; leave train.gradient_dtype out"
     if train.skip_idle_experts:
         return "train.skip_idle_experts skips what no token of one GPU is sent to"
+    if train.sharded and (reason := _why_not_sharded(recipe, spec)) is not None:
+        return f"{reason}; train.parallel=data divides the step's sequences instead"
     if spec is not None and spec.vision is not None:
         return "the vision tower is trained on one GPU (model.train_vision)"
     if spec is not None and spec.balances_routers(train.router_aux_loss):
         return "the routers' balance is one loss over all of a step's tokens (train.router_aux_loss=0 turns it off)"
+    return None
+
+
+def _why_not_sharded(recipe: Recipe, spec: ModelSpec | None) -> str | None:
+    """Why the replicas cannot be shards of every sequence."""
+    train, tokens = recipe.train, recipe.train.micro_batch_size * recipe.data.sequence_length
+    least = 2 * (train.replicas or 1)
+    if tokens < least:
+        return f"sequences of {tokens} tokens cannot be cut into {least} pieces"
+    if train.activation_checkpointing == "none":
+        return "no graphs are kept of a sequence that GPUs share (train.activation_checkpointing=none)"
+    if train.kv_window == "whole":
+        return "keys and values that GPUs give one another are streamed (train.kv_window=whole)"
+    if spec is not None and spec.recurrent:
+        return f"layers of {spec.model_type} carry a state from token to token, through a whole sequence"
     return None
 
 

@@ -59,10 +59,43 @@ def test_any_number_of_ranks_gives_the_same_bits(tmp_path: Path, tiers: tuple[An
     assert len(found) == 1
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    straight, _ = run(tmp_path / "straight", 1, 8, t=training())
+SHARED: dict[str, Any] = {"parallel": "context", "global_batch_size": 2, "chunk_tokens": 2}
+"""Six shards of every sequence, each of four chunks."""
+
+
+@pytest.mark.parametrize("tiers", [("1GiB", "1GiB"), *tiny.TIERS[1:3], (1_400_000, 1_300_000)], ids=str)
+def test_sequences_that_ranks_share_give_the_same_bits(tmp_path: Path, tiers: tuple[Any, Any]) -> None:
+    gpu, ram = tiers
+    found = {run(tmp_path / str(n), n, t=training(**SHARED), gpu=gpu, ram=ram)[0] for n in (1, 2, 3, 6)}
+    assert len(found) == 1
+
+
+SHARING: dict[str, dict[str, Any]] = {
+    "recomputed": {"t": training(**SHARED, activation_checkpointing="full"), "ram": tiny.FLOOR},
+    "experts": {
+        "t": training(**SHARED, **tiny.GROUPS),
+        "m": tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS),
+    },
+    "padded": {"t": training(**SHARED), "d": tiny.data(packing="none")},
+    "validated": {
+        "t": training(**SHARED, validate_every=1, validation_sequences=2),
+        "d": tiny.data(validation_documents=3),
+    },
+    "bfloat16, compiled": {"t": training(**SHARED, compute_dtype="bfloat16", compile="on")},
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_whatever_shares_them(tmp_path: Path, case: str) -> None:
+    found = {run(tmp_path / str(n), n, 2, **SHARING[case])[0] for n in (1, 3)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("shared", [{}, SHARED], ids=["data", "context"])
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, shared: dict[str, Any]) -> None:
+    straight, _ = run(tmp_path / "straight", 1, 8, t=training(**shared))
     for count in (1, 2, 3, 1):
-        digest, _ = run(tmp_path / "run", count, 2, t=training())
+        digest, _ = run(tmp_path / "run", count, 2, t=training(**shared))
     assert digest == straight
 
 
@@ -113,12 +146,13 @@ def trained_killed(ranks: Ranks, folder: Path, seed: str, victim: int, settings:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("number", cases(range(len(TIERS)), 1))
+@pytest.mark.parametrize("number", cases(range(len(TIERS) + 1), 1))
 def test_kill_9_of_any_rank_loses_nothing(tmp_path: Path, number: int) -> None:
     """At any moment, also between the sync of one rank and that of another, and between sync and rename: a run goes on,
-    on as many ranks or others, to the bits of one that was never killed."""
-    (gpu, ram), shared = TIERS[number], set(os.listdir("/dev/shm"))
-    settings: dict[str, Any] = {"t": training(), "gpu": gpu, "ram": ram, "s": tiny.storage(checkpoint_every=1)}
+    on as many ranks or others, to the bits of one that was never killed. The last case shares sequences."""
+    (gpu, ram), shared = [*TIERS, TIERS[1]][number], set(os.listdir("/dev/shm"))
+    how = training(**SHARED) if number == len(TIERS) else training()
+    settings: dict[str, Any] = {"t": how, "gpu": gpu, "ram": ram, "s": tiny.storage(checkpoint_every=1)}
     straight, _ = run(tmp_path / "straight", 1, 8, **settings)
     deaths = finished = seed = 0
     while deaths < samples(4, 50) or not finished:
@@ -178,8 +212,9 @@ def plainly(ranks: Ranks, folder: Path, steps: int) -> list[float]:
 
 
 def test_losses_are_those_of_ddp_and_of_fsdp2(tmp_path: Path) -> None:
-    """On two ranks each, over 20 steps in float32."""
+    """On two ranks each, over 20 steps in float32; and so are those of ranks that share each sequence."""
     _, ours = run(tmp_path / "ours", 2, 20, t=beside(), d=FEW)
+    _, shared = run(tmp_path / "shared", 2, 20, t=replace(beside(), parallel="context", chunk_tokens=5), d=FEW)
     by_rank = ranked(2, plainly, tmp_path / "ddp", 20)
     ddp = [sum(of_ranks) / 2 for of_ranks in zip(*by_rank, strict=True)]
     train = replace(beside(), replicas=None, chunk_tokens=None, activation_checkpointing="auto")
@@ -189,3 +224,4 @@ def test_losses_are_those_of_ddp_and_of_fsdp2(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.5, "or nothing is trained"
     assert losses == pytest.approx(ddp, rel=1e-4)
     assert losses == pytest.approx(fsdp2, rel=1e-4)
+    assert [loss for loss, _ in shared] == pytest.approx(ddp, rel=1e-4)
