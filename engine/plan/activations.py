@@ -132,8 +132,15 @@ _ROWS = (
         bytes_per_chunk=lambda problem, block: 0 if problem.continues_only else block.recurrent_bytes,
         gpu="gpu.recurrent",
         slots=4,
-        ram=None,
+        ram="ram.handed_on",
         saved=True,
+    ),
+    ActivationKind(
+        name="drecurrent",
+        says="the gradient of a layer's recurrent state",
+        bytes_per_chunk=lambda problem, block: block.recurrent_bytes,
+        gpu="gpu.drecurrent",
+        ram="ram.handed_on",
     ),
     # In one piece, of a size of its own: plan.offloaded_graph_bytes.
     ActivationKind(

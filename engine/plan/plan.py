@@ -256,7 +256,8 @@ class Plan:
         """Kind -> bytes of what is saved for backward of a layer's chunk: x, saved, kv, recurrent, graph."""
         c, key = self.chunks[chunk], (block, chunk)
         graph = graph_location(key, self.saved_graphs, self.offloaded_graphs)
-        return saved_activations(self.problem, block, c.end - c.start, block in self.recomputed, graph, c.local == 0)
+        first = c.local == 0 and not self.problem.sharded  # else another rank's chunk may come before it
+        return saved_activations(self.problem, block, c.end - c.start, block in self.recomputed, graph, first)
 
     def saved_bytes(self, block: int, chunk: int) -> int:
         """Bytes of them, each kind in whole pages."""

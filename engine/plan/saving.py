@@ -84,7 +84,7 @@ class Saving:
     def _how(self, block: int, chunk: int) -> tuple[int, bool, Graph, bool]:
         """(tokens, whether attention runs again, where the graph is, whether it begins a micro-batch)."""
         c, graph = self.group_chunks[chunk], graph_location((block, chunk), self.saved_graphs, self.offloaded_graphs)
-        return c.end - c.start, block in self.recomputed, graph, c.local == 0
+        return c.end - c.start, block in self.recomputed, graph, c.local == 0 and not self.problem.sharded
 
     def saved_bytes(self, block: int, chunk: int) -> int:
         key = (self._kinds[block], *self._how(block, chunk))

@@ -72,13 +72,17 @@ SHARED_WINDOWS = 2
 def shared_regions(problem: PlanInput) -> dict[str, list[int]]:
     """RAM in which ranks that share sequences leave for one another what one block's pass over a micro-batch makes:
     name -> bytes per chunk of the whole stream, in whole pages. kv: SHARED_WINDOWS times keys and values; dkv: of each
-    rank in turn what it adds to their float32 gradients. Nothing where they do not."""
+    rank in turn what it adds to their float32 gradients; recurrent, drecurrent, of all micro-batches: the state that it
+    begins with and the gradient of the one behind it. Nothing where they do not."""
     if not problem.sharded:
         return {}
     tokens = [chunk.end - chunk.start for chunk in streams(problem)[0]]
     kv, numel = (_widest(problem.blocks, name) for name in ("kv_bytes_per_token", "kv_numel_per_token"))
     summed = [aligned(n * numel * FP32) for n in tokens] * problem.ranks if problem.trains else []
-    return {"kv": [aligned(n * kv) for n in tokens] * SHARED_WINDOWS, "dkv": summed}
+    states = [aligned(_widest(problem.blocks, "recurrent_bytes"))] * len(tokens) * problem.micro_batches
+    sizes = {"kv": [aligned(n * kv) for n in tokens] * SHARED_WINDOWS, "dkv": summed}
+    sizes |= {"recurrent": states, "drecurrent": states if problem.trains else []}
+    return {name: each if any(each) else [] for name, each in sizes.items()}
 
 
 def shared_window_bytes(problem: PlanInput) -> int:

@@ -85,8 +85,10 @@ def _why_not_sharded(recipe: Recipe, spec: ModelSpec | None) -> str | None:
         return "no graphs are kept of a sequence that GPUs share (train.activation_checkpointing=none)"
     if train.kv_window == "whole":
         return "keys and values that GPUs give one another are streamed (train.kv_window=whole)"
-    if spec is not None and spec.recurrent:
-        return f"layers of {spec.model_type} carry a state from token to token, through a whole sequence"
+    if spec is not None and spec.whole_documents:
+        return f"the state of {spec.model_type} cannot be handed from GPU to GPU"
+    if spec is not None and any(map(all, zip(spec.states, spec.attention, strict=False))):
+        return f"layers of {spec.model_type} attend and carry a state at once"
     return None
 
 

@@ -22,7 +22,7 @@ from penstock.engine.schedule.ops import Op
 from penstock.storage.tier.layout import ALIGN_NUMEL
 from penstock.storage.tier.shared import Counters
 
-KINDS = ("handed over", "freed", "updated", "step", "committing", "layer")
+KINDS = ("handed over", "freed", "updated", "step", "committing", "layer", "handed on")
 """Of counters; each rank has one of each."""
 
 
@@ -91,6 +91,13 @@ class Exchange:
         self._ram.squares[self._first_part[op.block] + op.index] = math.fsum(rows.square().tolist())
 
     # ------------------------------------------------------------------ shared sequences
+
+    def signal_state(self, op: Op) -> None:
+        """What this rank hands on is there."""
+        self._post("handed on", op.slots[a.SEQUENCE])
+
+    def await_state(self, op: Op) -> None:
+        self._await("handed on", op.slots[a.OF_RANK], op.slots[a.SEQUENCE])
 
     def add_dkv(self, op: Op, sums: Tensor) -> None:
         """Add to `sums`, uint8 of float32, what ranks have found for the op's chunk of keys and values, in descending

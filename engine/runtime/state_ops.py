@@ -162,6 +162,14 @@ class StateOps:
     def _meet(self, op: Op) -> None:
         self._exchange.meet("layer")
 
+    @handles(a.SIGNAL_STATE)
+    def _signal_state(self, op: Op) -> None:
+        self._exchange.signal_state(op)
+
+    @handles(a.AWAIT_STATE)
+    def _await_state(self, op: Op) -> None:
+        self._exchange.await_state(op)
+
     @handles(a.ADD_DKV)
     def _add_dkv(self, op: Op) -> None:
         sums = self._ram.window["dkv"][self._views.plan.chunks[op.index].local]

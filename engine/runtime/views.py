@@ -245,10 +245,8 @@ class Views:
 
     def continued(self, op: Op, chunk: Chunk) -> bool:
         """Whether the chunk behind this one goes on with its last document."""
-        following = self.batch(op).cut.get(chunk.index + 1)
-        if following is None or following.micro_batch != chunk.micro_batch:
-            return False
-        return following.start not in self.documents(op, chunk)
+        following = next((c for c in self.batch(op).streams[chunk.micro_batch] if c.start >= chunk.end), None)
+        return following is not None and following.start not in self.documents(op, chunk)
 
     def hidden(self, slot: int, chunk: Chunk) -> Tensor:
         """Activation [tokens, hidden] in a slot on the compute device."""

@@ -155,7 +155,7 @@ class Action:
         return _CARGO["state"] if r.NVME_STATE in self.writes else ""
 
 
-_GRADIENT_KINDS = (*GRADIENT_OF.values(), "dkv", "dq")
+_GRADIENT_KINDS = (*GRADIENT_OF.values(), "dkv", "dq", "drecurrent")
 _RESULTS = (r.GPU_LOSSES, r.GPU_EVALUATIONS, r.GPU_LOGITS)
 _GRADIENTS = {r.GPU_GRADIENT, r.RAM_GRADIENT, r.RAM_RING, r.NVME_GRADIENT}
 _OF_UPDATE = {r.GPU_STATE, r.RAM_STATE, r.RAM_STATE_STAGE, r.NVME_STATE, r.GENERATION}

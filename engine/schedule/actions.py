@@ -19,6 +19,7 @@ from penstock.engine.schedule.action import Cost, Lane, Move, Phase, Skips, Work
 # Slots of an op, by role.
 X, DY, OUT, SAVED, KV, DKV, GRAPH = "x", "dy", "out", "saved", "kv", "dkv", "graph"
 SENT, DSENT, DSENT_OUT = "sent", "dsent", "dsent_out"
+DRECURRENT = "drecurrent"
 RECURRENT, BEHIND = "recurrent", "behind"
 """The recurrent state that a chunk begins with, and the one behind it."""
 SLOT = "slot"
@@ -33,6 +34,8 @@ KEYS = "keys"
 DQ = "dq"
 PLACE = "place"
 """Where keys and values, or their gradients, are in the windows that ranks share (plan/windows.py: shared_regions)."""
+OF_RANK = "of_rank"
+"""Who hands it on."""
 OF_RANKS = "of_ranks"
 """Ranks whose gradients of a chunk's keys and values there are, a bit each."""
 PIECES = "pieces"
@@ -469,8 +472,18 @@ MEET = _action(
     "ranks",
     Cost.SIGNAL,
     "waits until all GPUs have got as far in a layer",
-    reads=(r.RAM_WINDOW_KV, r.RAM_WINDOW_DKV),
-    adds=(r.RAM_WINDOW_KV, r.RAM_WINDOW_DKV),
+    reads=(r.RAM_WINDOW_KV, r.RAM_WINDOW_DKV, r.RAM_HANDED_ON),
+    adds=(r.RAM_WINDOW_KV, r.RAM_WINDOW_DKV, r.RAM_HANDED_ON),
+)
+SIGNAL_STATE = _action(
+    "signal_state", "ranks", Cost.SIGNAL, "tells that a recurrent state is there", reads=(r.RAM_HANDED_ON,)
+)
+AWAIT_STATE = _action(
+    "await_state",
+    "ranks",
+    Cost.SIGNAL,
+    "waits for the recurrent state that another GPU hands on",
+    writes=(r.RAM_HANDED_ON,),
 )
 ADD_DKV = _action(
     "add_dkv",

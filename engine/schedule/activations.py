@@ -53,6 +53,8 @@ class ActivationSchedule:
         """Micro-batch -> its chunks, of the group being emitted; one without any is not there."""
         self.whole: dict[int, list[Chunk]] = {}
         """The same with the chunks that other ranks compute."""
+        self._behind: int | None = None
+        """Slot of the recurrent state behind the chunk that went forward last; None where nothing follows."""
         self._stay = False
         """Whether hidden states of a forward without a backward stay in their slots."""
         self._documents: Documents | None = None
@@ -102,6 +104,24 @@ class ActivationSchedule:
     def following(self, chunk: Chunk) -> Chunk | None:
         """The next chunk of its micro-batch."""
         return None if self.ends_stream(chunk) else self.streams[chunk.micro_batch][chunk.local + 1]
+
+    # ------------------------------------------------------------------ recurrent states
+
+    def begin_state(self, mode: Mode, layer: int, chunk: Chunk, slots: dict[str, int]) -> None:
+        """Add to `slots` those of the recurrent state that a chunk begins with, which the one before has left in its
+        own, and of the one behind it."""
+        if mode not in ("forward", "evaluate"):
+            return
+        if self._behind is not None:
+            slots[a.RECURRENT] = self._behind
+        self._behind = None
+        if (following := self.following(chunk)) is not None:
+            slots[a.BEHIND] = self._behind = self.pool(a.RECURRENT).take(self.content(layer, following))
+
+    def end_state(self, mode: Mode, layer: int, chunk: Chunk, slots: dict[str, int], *, saves: bool) -> None:
+        """The chunk has been computed; `saves`: for a backward."""
+        if saves and (following := self.following(chunk)) is not None and a.BEHIND in slots:
+            self.store_saved(a.RECURRENT, mode, layer, following, slots[a.BEHIND])
 
     # ------------------------------------------------------------------ between two blocks
 

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.engine.plan.activations import BETWEEN, GRADIENT_OF
-from penstock.engine.plan.chunks import Chunk
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import LAYER_POOLS, BlockShape
 from penstock.engine.schedule import actions as a
@@ -56,8 +55,6 @@ class ScheduleBuilder:
         self._last_user: dict[str, int] = {}
         """Buffer that is trained -> the block that is the last to add to its gradient."""
         self._references = plan.problem.references
-        self._behind: int | None = None
-        """Slot of the recurrent state behind the chunk that went forward last; None where nothing follows."""
         for index, block in reversed(list(enumerate(plan.blocks))):
             self._first_user |= dict.fromkeys(block.buffers, index)
             self._last_user |= {name: index for name in block.buffers if not plan.buffers[name].frozen}
@@ -132,10 +129,11 @@ class ScheduleBuilder:
             # The next block's weights come between this one's small copies, and are there well before its end.
             turns = turns - 1 if not task.first else max(1, lengths[task.visit] // 2)
             routes = self._routes(task)
-            if task.last if routes else task.first:
+            late = routes or self._hands_on(task)  # then nothing of the next block comes between
+            if task.last if late else task.first:
                 if routes:
                     self._state.take_routes(self._plan.blocks[task.layer].name)
-                    turns = 1
+                turns = 1 if late else turns
                 weights.extend(self._prepare(visits, task.visit + 1, commit, turns))
             _emit_share(weights, turns)
             for until, stores in offloading:
@@ -197,12 +195,16 @@ class ScheduleBuilder:
         emitted between small copies that are wanted sooner."""
         block, self._state.replica = self._plan.blocks[task.layer], self._replica(task)
         self._state.release(self._weights(block))
+        if isinstance(self._activations, SharedActivations) and block.recurrent:
+            self._activations.end_handing(task.layer)
         done = self._closes(task) if task.mode == "backward" else task.mode == "loss"
         offloading: list[tuple[int, deque[Load]]] = []
         for name in block.buffers if done else ():
             is_last = self._last_user.get(name) == task.layer
             if self._plan.problem.adds_replicas and name in self._last_user:
-                self._state.hand_over(name, last=is_last and task.chunk.index == 0)
+                for replica in self._ended(task):
+                    self._state.replica = replica
+                    self._state.hand_over(name, last=is_last and task.chunk.index == replica == 0)
             elif is_last:
                 if task.group is self._pass.groups[-1]:
                     self._state.close_gradient(name)
@@ -218,6 +220,14 @@ class ScheduleBuilder:
     def _replica(self, task: Task) -> int:
         """Which of the sums that are open at once a task adds to: of several shards, where ranks share sequences."""
         return self._plan.replica(task.chunk) if self._plan.problem.sharded else 0
+
+    def _ended(self, task: Task) -> Iterable[int]:
+        """Which of them a visit ends."""
+        return reversed(range(self._plan.problem.rounds)) if self._hands_on(task) else [self._replica(task)]
+
+    def _hands_on(self, task: Task) -> bool:
+        """Whether states go from rank to rank under the task's visit."""
+        return self._plan.problem.sharded and self._plan.blocks[task.layer].recurrent
 
     def _shares_attention(self, block: BlockShape) -> bool:
         return block.attends and self._plan.problem.sharded
@@ -271,7 +281,7 @@ class ScheduleBuilder:
             loaded |= {role(kind): self._activations.load(kind, task.mode, below, chunk) for kind in outputs}
         if begins and block.attends and not has_graph:
             loaded[a.SAVED] = self._activations.load_saved(a.SAVED, layer, chunk)
-        if task.mode == "backward" and block.recurrent and chunk.local:
+        if task.mode == "backward" and block.recurrent and chunk.ordinal:
             loaded[a.RECURRENT] = self._activations.load_saved(a.RECURRENT, layer, chunk)
         return loaded
 
@@ -285,9 +295,8 @@ class ScheduleBuilder:
         for kind in outputs:
             if role(kind) not in loaded:
                 slots[role(kind)] = activations.pool(kind).take((kind, *activations.content(other, chunk)))
-        following = None
-        if block.recurrent and task.mode in ("forward", "evaluate"):
-            following = self._hand_on(task, slots)
+        if block.recurrent:
+            activations.begin_state(task.mode, task.layer, chunk, slots)
         offloads = task.mode == "forward" and activations.key(task.layer, chunk) in self._plan.offloaded_graphs
         if offloads:
             slots[a.GRAPH] = activations.pool(a.GRAPH).take(activations.content(task.layer, chunk))
@@ -301,8 +310,8 @@ class ScheduleBuilder:
             self._compute_whole(task, operands, slots)
         if offloads:
             activations.store_saved(a.GRAPH, task.mode, task.layer, chunk, slots[a.GRAPH])
-        if following is not None and reread:
-            activations.store_saved(a.RECURRENT, task.mode, task.layer, following, slots[a.BEHIND])
+        if block.recurrent:
+            activations.end_state(task.mode, task.layer, chunk, slots, saves=reread and task.mode == "forward")
         for kind in outputs:
             activations.store(kind, task.mode, other, chunk, slots[role(kind)])
         for kind in loaded.keys() & BETWEEN:
@@ -315,17 +324,6 @@ class ScheduleBuilder:
             activations.pool(a.GRAPH).release(slots[a.GRAPH], keep=reread)
         if a.RECURRENT in slots:
             activations.pool(a.RECURRENT).release(slots[a.RECURRENT], keep=reread)
-
-    def _hand_on(self, task: Task, slots: dict[str, int]) -> Chunk | None:
-        """Slots of the recurrent state that a chunk begins with, which the one before has left in its own, and of the
-        one behind it; the chunk that begins with that."""
-        if self._behind is not None:
-            slots[a.RECURRENT] = self._behind
-        activations, self._behind = self._activations, None
-        if (following := activations.following(task.chunk)) is not None:
-            content = activations.content(task.layer, following)
-            slots[a.BEHIND] = self._behind = activations.pool(a.RECURRENT).take(content)
-        return following
 
     def _outputs(self, task: Task) -> tuple[Sequence[str], int]:
         """Which activations a task makes, and of which block: inputs of the one that the pass visits next, or the

@@ -84,6 +84,9 @@ def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
         if shared and plan.blocks[block].attends:
             visits += _shared_backward(plan, block, chunks)
             continue
+        if shared and plan.blocks[block].recurrent:
+            visits.append(("backward", block, chunks[::-1]))  # a state's gradient goes back chunk by chunk
+            continue
         if block not in plan.recomputed:
             visits += [("backward", block, part) for part in parts]
             continue

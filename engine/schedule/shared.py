@@ -1,21 +1,25 @@
 """Layers that attend to what other ranks compute, where ranks share every sequence (context parallel).
 
 Each rank publishes keys and values of its chunks in a window in shared memory, and all meet; then each attends to all
-earlier chunks. In backward it sums what its queries owe to each chunk of keys, shard by shard; they meet again, each
-adds what all have found for its own chunks, in descending order of shards, and ends these chunks' backward.
+earlier chunks. In backward each sums what its queries owe to each chunk of keys, shard by shard; they meet again, each
+adds what all have found for its own chunks, in descending order of shards, and ends these chunks' backward. A recurrent
+state goes from chunk to chunk, and so from rank to rank.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.plan.activations import ACTIVATIONS
-from penstock.engine.plan.chunks import Chunk, Streams
+from penstock.engine.plan.chunks import FOREIGN, Chunk, Streams
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.windows import SHARED_WINDOWS
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.activations import ActivationSchedule
+from penstock.engine.schedule.kinds import Mode
 from penstock.engine.schedule.ops import Emitter
 from penstock.engine.schedule.passes import Documents, Task
 from penstock.engine.schedule.resources import Resource
@@ -32,6 +36,11 @@ class SharedActivations(ActivationSchedule):
         self._turn = 0
         """Of the windows for keys and values."""
         self._seen_by: dict[tuple[int | None, int, int], list[Chunk]] = {}
+        self._counts: Counter[int] = Counter()
+        """Of each rank the states that it has handed on so far."""
+        self._handed_on: dict[tuple[int, int], tuple[int, int]] = {}
+        """(micro-batch, position of a chunk) -> the rank that hands on to it, and which of its states that is."""
+        self._visit: tuple[Mode, int, int, int] | None = None
         self.round = 0
         """Of the shard whose backward is being emitted."""
 
@@ -96,6 +105,86 @@ class SharedActivations(ActivationSchedule):
     def _meet(self, layer: int, reads: Iterable[Resource], writes: Iterable[Resource]) -> None:
         if self._plan.problem.ranks > 1:
             self._emit(a.MEET, self._plan.blocks[layer].name, reads=reads, writes=writes)
+
+    # ------------------------------------------------------------------ recurrent states
+
+    def _pass_on(self, mode: Mode, layer: int) -> None:
+        """Number what goes from rank to rank under the visit that begins, as all of them do."""
+        visit = (mode, layer, self._emitter.step, self._emitter.batch)
+        if visit == self._visit:
+            return
+        self._visit, self._handed_on = visit, {}
+        for stream in self.whole.values() if mode != "backward" else reversed(self.whole.values()):
+            for giver, taker in itertools.pairwise(stream if mode != "backward" else stream[::-1]):
+                if (rank := self._rank(giver)) != self._rank(taker):
+                    self._counts[rank] += 1
+                    self._handed_on[taker.micro_batch, taker.ordinal] = rank, self._counts[rank]
+
+    def _rank(self, chunk: Chunk) -> int:
+        return chunk.shard % self._plan.problem.ranks
+
+    def _beside(self, chunk: Chunk) -> tuple[Chunk | None, Chunk | None]:
+        """The chunks before and behind, whoever computes them."""
+        stream = self.whole[chunk.micro_batch]
+        at = next(i for i, other in enumerate(stream) if other is chunk)
+        return stream[at - 1] if at else None, stream[at + 1] if at + 1 < len(stream) else None
+
+    def begin_state(self, mode: Mode, layer: int, chunk: Chunk, slots: dict[str, int]) -> None:
+        self._pass_on(mode, layer)
+        before, behind = self._beside(chunk)
+        if mode == "backward":
+            if behind is not None and behind.index == FOREIGN:
+                self._receive(a.DRECURRENT, layer, chunk, r.resource(r.GPU_DRECURRENT), 0)
+            return
+        pool = self.pool(a.RECURRENT)
+        if before is not None and before.index == FOREIGN:
+            slots[a.RECURRENT] = slot = pool.take(self.content(layer, chunk))
+            self._receive(a.RECURRENT, layer, chunk, r.activation(a.RECURRENT, slot), slot)
+            if mode == "forward" and self._plan.blocks[layer].backward:
+                self.store_saved(a.RECURRENT, mode, layer, chunk, slot)
+        elif self._behind is not None:
+            slots[a.RECURRENT] = self._behind
+        self._behind = None
+        if behind is not None:
+            slots[a.BEHIND] = slot = pool.take((*self._of(layer, behind), a.BEHIND))
+            self._behind = None if behind.index == FOREIGN else slot
+
+    def end_state(self, mode: Mode, layer: int, chunk: Chunk, slots: dict[str, int], *, saves: bool) -> None:
+        before, behind = self._beside(chunk)
+        if mode == "backward":
+            if before is not None and before.index == FOREIGN:
+                self._hand_on(a.DRECURRENT, layer, chunk, before, r.resource(r.GPU_DRECURRENT), 0)
+        elif behind is not None and behind.index == FOREIGN:
+            slot = slots[a.BEHIND]
+            self._hand_on(a.RECURRENT, layer, chunk, behind, r.activation(a.RECURRENT, slot), slot)
+            self.pool(a.RECURRENT).release(slot)
+        elif behind is not None and saves:
+            self.store_saved(a.RECURRENT, mode, layer, behind, slots[a.BEHIND])
+
+    def _receive(self, kind: str, layer: int, chunk: Chunk, target: Resource, slot: int) -> None:
+        rank, number = self._handed_on[chunk.micro_batch, chunk.ordinal]
+        place = self._state_place(chunk)
+        there, slots = [r.resource(r.RAM_HANDED_ON, kind, place)], {a.OF_RANK: rank, a.SEQUENCE: number}
+        self._emit(a.AWAIT_STATE, self._plan.blocks[layer].name, chunk.index, writes=there, slots=slots)
+        self._move(a.LOAD[kind], layer, chunk, there, [target], {a.SLOT: slot, a.PLACE: place})
+
+    def _hand_on(self, kind: str, layer: int, chunk: Chunk, taker: Chunk, source: Resource, slot: int) -> None:
+        _, number = self._handed_on[taker.micro_batch, taker.ordinal]
+        place = self._state_place(taker)
+        there = [r.resource(r.RAM_HANDED_ON, kind, place)]
+        self._move(a.STORE[kind], layer, chunk, [source], there, {a.SLOT: slot, a.PLACE: place})
+        name = self._plan.blocks[layer].name
+        self._emit(a.SIGNAL_STATE, name, chunk.index, reads=there, slots={a.SEQUENCE: number})
+
+    def _state_place(self, taker: Chunk) -> int:
+        return taker.micro_batch * self._length + taker.ordinal
+
+    def end_handing(self, layer: int) -> None:
+        """All ranks have taken what others have handed on: it may be written over."""
+        if self._handed_on:
+            kinds, count = (a.RECURRENT, a.DRECURRENT), self._length * self._plan.problem.micro_batches
+            places = [r.resource(r.RAM_HANDED_ON, kind, i) for kind in kinds for i in range(count)]
+            self._meet(layer, places, places)
 
     # ------------------------------------------------------------------ their gradients
 

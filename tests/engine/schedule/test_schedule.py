@@ -366,6 +366,7 @@ def test_chunks_cover_a_batch(micro_batches: int, rows: int, row_tokens: int, ch
 SCARCE = {"gpu_budget": 1, "ram_budget": 1}
 AUTO = {"activation_checkpointing": "auto"}
 LONG = {"micro_batches": 1, "row_tokens": 512}
+SHARED = SCARCE | LONG | {"replicas": 4, "ranks": 2, "sharded": True}
 SAMPLES = {"samples": SampleSpace(lengths=(9, 4), keeps=True, vocabulary=50, tier="ram")}
 PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "on the GPU, with samples": (SAMPLES, PlanOptions()),
@@ -387,7 +388,8 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "a vision tower, in groups, with samples": (SAMPLES | SCARCE | {"vision": True}, PlanOptions(group=1)),
     "a reference on NVMe": (SCARCE | {"references": True, "device_reads": False}, PlanOptions()),
     "replicas on two ranks, on NVMe": (SCARCE | {"replicas": 4, "ranks": 2}, PlanOptions()),
-    "shards on two ranks, on NVMe": (SCARCE | LONG | {"replicas": 4, "ranks": 2, "sharded": True}, PlanOptions()),
+    "shards on two ranks, on NVMe": (SHARED, PlanOptions()),
+    "shards on two ranks, with a state": (SHARED | {"recurrent": frozenset({0}), "kv_window": "auto"}, PlanOptions()),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(offloaded_graphs="all")),
 }
 """Problems and choices in which every action has its place."""

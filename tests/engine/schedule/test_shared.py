@@ -14,7 +14,7 @@ from samples import sampled
 from schedule_replay import races
 from small_problems import problem, some_plan
 
-from penstock.engine.plan.chunks import filled_streams, own, streams
+from penstock.engine.plan.chunks import Streams, filled_streams, own, streams
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.plan.windows import attention_regions, shared_regions
@@ -79,6 +79,7 @@ shapes = st.fixed_dictionaries(
         "experts": st.just(frozenset({1})),
         "sliding": st.just(frozenset({0})),
         "without_attention": st.just(frozenset({1})),
+        "recurrent": st.just(frozenset({0, 2})),
         "activation_checkpointing": st.just("full"),
     },
 )
@@ -87,14 +88,17 @@ shapes = st.fixed_dictionaries(
 def plan_of(shape: dict[str, Any], ranks: int, rounds: int, chunk_tokens: int) -> Plan:
     more = {"row_tokens": 96, "chunk_tokens": chunk_tokens, "ranks": ranks, "replicas": ranks * rounds, "sharded": True}
     recompute = "all" if "activation_checkpointing" in shape else "none"
-    return some_plan(problem(**more | shape), PlanOptions(recompute=recompute))
+    return some_plan(problem(**more | {"kv_window": "auto"} | shape), PlanOptions(recompute=recompute))
 
 
 class Rank:
     """Carries out its ops one lane as far as it gets, and another. A place holds what was written there last."""
 
-    def __init__(self, plan: Plan, ops: list[Op], everyone: "list[Rank]", windows: dict[int, Any]) -> None:
-        self.plan, self._all, self.windows = plan, everyone, windows
+    def __init__(
+        self, plan: Plan, ops: list[Op], everyone: "list[Rank]", common: tuple[Any, Any], cut: Streams
+    ) -> None:
+        self.plan, self._all, self.streams, self.taken = plan, everyone, cut, 0
+        self.windows, self.handed_on = common
         self.queues: dict[str, list[Op]] = defaultdict(list)
         for op in reversed(ops):
             self.queues[op.lane].append(op)
@@ -109,6 +113,7 @@ class Rank:
         """The same as it is in the window that others read."""
         self.sums: dict[int, list[Any]] = {}
         """Local number of a chunk -> what has been added of its gradients, by rank."""
+        self.told = 0
         self.ended: list[Any] = []
         self.attended: dict[Any, list[int]] = defaultdict(list)
 
@@ -120,6 +125,8 @@ class Rank:
                 self.posted.add(op.id)
                 self.met += 1
             return all(other.met >= self.met for other in self._all)
+        if op.action is a.AWAIT_STATE:
+            return self._all[op.slots[a.OF_RANK]].told >= op.slots[a.SEQUENCE]
         if op.action is a.HAND_OVER and a.FREED_BY in op.slots:
             return self._all[op.slots[a.FREED_BY]].freed >= op.slots[a.SEQUENCE] - 7
         if op.action is a.ADD_GRADIENT:
@@ -136,7 +143,20 @@ class Rank:
         self.left.discard(op.id)
         chunk = self.plan.chunks[op.index] if 0 <= op.index < len(self.plan.chunks) else None
         slot = op.slots.get(a.SLOT, -1)
-        if op.action is a.SIGNAL_GRADIENT:
+        if op.action is a.SIGNAL_STATE:
+            assert op.slots[a.SEQUENCE] == self.told + 1
+            self.told += 1
+        elif op.action in (a.STORE[a.RECURRENT], a.STORE[a.DRECURRENT]) and a.PLACE in op.slots:
+            assert chunk is not None
+            self.handed_on[op.action.kind, op.slots[a.PLACE]] = self._of(op, chunk.ordinal)
+        elif op.action in (a.LOAD[a.RECURRENT], a.LOAD[a.DRECURRENT]) and a.PLACE in op.slots:
+            assert chunk is not None
+            ordinals = [each.ordinal for each in self.streams[chunk.micro_batch]]
+            at = ordinals.index(chunk.ordinal) + (1 if op.action.kind == a.DRECURRENT else -1)
+            beside = self._of(op, ordinals[at])
+            assert self.handed_on[op.action.kind, op.slots[a.PLACE]] == beside, "that of the chunk beside it"
+            self.taken += 1
+        elif op.action is a.SIGNAL_GRADIENT:
             self.handed_over = op.slots[a.SEQUENCE] + 1
         elif op.action is a.ADD_GRADIENT:
             self.freed = op.slots[a.SEQUENCE] + 1
@@ -177,7 +197,7 @@ class Rank:
 
 def carried_out(plan: Plan, chance: random.Random, filled: list[int | None]) -> list[Rank]:
     everyone: list[Rank] = []
-    windows: dict[int, Any] = {}
+    common: tuple[dict[int, Any], dict[Any, Any]] = {}, {}
     for number in range(plan.problem.ranks):
         mine = plan.of_rank(number)
         builder, ops = ScheduleBuilder(mine), []
@@ -188,7 +208,7 @@ def carried_out(plan: Plan, chance: random.Random, filled: list[int | None]) -> 
             ops += builder.ops(evaluation(mine, step, 1, documents=documents, streams=cut))
         ops += builder.finish(commit=True)
         assert list(races(ops)) == []
-        everyone.append(Rank(mine, ops, everyone, windows))
+        everyone.append(Rank(mine, ops, everyone, common, cut))
     ahead, burst = everyone[0], 0
     while lanes := [(rank, queue) for rank in everyone for queue in rank.queues.values() if queue]:
         able = [(rank, queue) for rank, queue in lanes if rank.ready(queue[-1])]
@@ -220,6 +240,13 @@ def test_every_chunk_ends_with_what_all_shards_owe_to_it(
     for count in {ranks, 1}:
         plan = plan_of(shape, count, ranks * rounds // count, chunk_tokens)
         everyone = carried_out(plan, chance, filled[: shape["micro_batches"]])
+        borders = sum(
+            x.shard % count != y.shard % count for each in everyone[0].streams for x, y in itertools.pairwise(each)
+        )
+        recurrent = sum(block.recurrent for block in plan.blocks)
+        back = sum(block.recurrent and block.backward for block in plan.blocks)
+        # Forward and back in each of two steps, forward in their validations.
+        assert sum(rank.taken for rank in everyone) == borders * (4 * recurrent + 2 * back)
         ended = dict(pair for rank in everyone for pair in rank.ended)
         assert len(ended) == sum(len(rank.ended) for rank in everyone)
         attended = {of: seen for rank in everyone for of, seen in rank.attended.items()}
