@@ -76,6 +76,7 @@ SHARING: dict[str, dict[str, Any]] = {
         "t": training(**SHARED, **tiny.GROUPS),
         "m": tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS),
     },
+    "states": {"t": training(**SHARED), "m": tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)},
     "padded": {"t": training(**SHARED), "d": tiny.data(packing="none")},
     "validated": {
         "t": training(**SHARED, validate_every=1, validation_sequences=2),

@@ -79,7 +79,7 @@ shapes = st.fixed_dictionaries(
         "experts": st.just(frozenset({1})),
         "sliding": st.just(frozenset({0})),
         "without_attention": st.just(frozenset({1})),
-        "recurrent": st.just(frozenset({0, 2})),
+        "recurrent": st.just(frozenset({0, 1})),
         "activation_checkpointing": st.just("full"),
     },
 )
