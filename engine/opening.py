@@ -153,7 +153,7 @@ def open_session(
             "no profile of this machine: drives and links are planned at assumed rates (penstock probe)", detail=True
         )
     batch = typical_batch(loader)
-    own = batch[: len(batch) // ranks.count]
+    own = batch if recipe.train.sharded else batch[: len(batch) // ranks.count]
     documents, filled = [m.documents for m in own], [m.filled for m in own]
     identity = run_identity(given)
     with contextlib.ExitStack() as undo:

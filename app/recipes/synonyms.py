@@ -130,6 +130,10 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("lora_model_dir", "adapter_name_or_path"), Synonym("adapter.start")),
     **dict.fromkeys(("report_to", "logger", "use_wandb"), _TRACKERS),
     **dict.fromkeys(("patience", "early_stopping"), _PATIENCE),
+    **dict.fromkeys(
+        ("context_parallel_size", "context_parallel_degree", "cp_size", "sequence_parallel_size"),
+        Synonym("train.parallel"),
+    ),
     **dict.fromkeys(("deepspeed", "fsdp", "world_size", "num_gpus", "tensor_parallel_size"), _NO_CLUSTER),
 }
 """The last part of a name that somebody types, in lower case with `_` -> what it is here."""

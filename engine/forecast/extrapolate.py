@@ -339,6 +339,8 @@ def _with_chunks(
 
 def _group(plan: Plan, times: int) -> tuple[int, int]:
     """(chunks of a micro-batch, micro-batches) that become one chunk."""
+    if plan.problem.sharded:
+        return times, 1
     within = min(times, plan.window_chunks)
     most = plan.problem.apart or plan.group
     batches = min(most, -(-times // within))

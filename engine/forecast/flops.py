@@ -126,10 +126,11 @@ def executed_flops(
     The layers compute padding too, but for that behind a micro-batch's `filled` tokens. Backward computes a layer's
     matrix products again, except the one whose output nobody reads (ModelSpec.unread), and none where the chunk's graph
     is saved. Queries, keys and values are computed once more, and attention with them, where only the input is saved,
-    and where they are streamed.
+    and where they are streamed; and thrice more where ranks share each sequence. Of a plan by which they do it is what
+    all of them carry out, else one.
     """
     lengths = list(lengths)
-    tokens = {chunk.index: chunk.end - chunk.start for chunk in plan.filled_chunks(filled)}
+    chunks = [(chunk.index, chunk.end - chunk.start) for stream in plan.filled_streams(filled) for chunk in stream]
     layer_matmul = forward = backward = 0
     for index, block in enumerate(spec.blocks):
         layer = block.branch_of if block.layer is None else block.layer
@@ -139,8 +140,8 @@ def executed_flops(
         once = block_matmul(spec, block)
         again = once - unread_matmul(spec, block, spec.unread[layer])
         passes, below = (2 if index in plan.recomputed else 1), index < spec.lowest_trained
-        extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed)
-        for chunk, count in tokens.items():
+        extra = projection_matmul(spec, shape) * (passes - 1 + plan.streamed + 3 * plan.problem.sharded)
+        for chunk, count in chunks:
             layer_matmul += count * (once + backward_matmul(spec, index) + extra)
             if not below and (index, plan.index_in_group(chunk)) not in plan.saved_graphs:
                 layer_matmul += count * again

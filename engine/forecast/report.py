@@ -62,8 +62,9 @@ def forecast(
     continued = [each for m in batch or () for each in m.continued]
     wanted = model_flops(task.spec, lengths, continued)
     ranks = plan.problem.ranks
-    of_rank = [n for m in own for n in m.lengths] if batch is not None else lengths[: len(lengths) // ranks]
-    done = ranks * executed_flops(task.spec, plan, of_rank, on.filled, continued).total
+    alike = 1 if plan.problem.sharded else ranks
+    of_rank = [n for m in own for n in m.lengths] if batch is not None else lengths[: len(lengths) // alike]
+    done = alike * executed_flops(task.spec, plan, of_rank, on.filled, continued).total
     peak = None if machine.gpu is None else peak_flops(machine.gpu)
     peak = None if peak is None else ranks * peak
     return plan.to_json() | {

@@ -67,7 +67,8 @@ def why_not(recipe: Recipe, spec: ModelSpec | None = None) -> str | None:
     if train.skip_idle_experts:
         return "train.skip_idle_experts skips what no token of one GPU is sent to"
     if train.sharded and (reason := _why_not_sharded(recipe, spec)) is not None:
-        return f"{reason}; train.parallel=data divides the step's sequences instead"
+        divides = train.global_batch_size // train.micro_batch_size % (train.replicas or 1) == 0
+        return reason + "; train.parallel=data divides the step's sequences instead" * divides
     if spec is not None and spec.vision is not None:
         return "the vision tower is trained on one GPU (model.train_vision)"
     if spec is not None and spec.balances_routers(train.router_aux_loss):

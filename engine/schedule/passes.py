@@ -113,7 +113,7 @@ def _forward(plan: Plan, mode: Mode, chunks: list[Chunk]) -> Iterator[Visit]:
     """Visits of all blocks but the last. Where ranks share each sequence, all keys and values of a micro-batch are
     there before any of it is attended to."""
     for number, block in enumerate(plan.blocks[:-1]):
-        if block.attends and plan.problem.sharded:
+        if block.attends and plan.problem.sharded and mode != "generate":
             for stream in _by_stream(chunks):
                 yield "publish", number, stream
                 yield mode, number, stream

@@ -12,12 +12,13 @@ from recipe_texts import recipe_text
 from penstock.storage.generations.store import NvmeStore
 
 REPOSITORY = Path(__file__).parents[2]
+SHARED = {"parallel": "context", "global_batch_size": 1, "kv_window": "auto"}
 BUDGETS = {"in RAM": {"gpu": "1GiB", "ram": "1GiB"}, "on NVMe": {"gpu": "least", "ram": "least"}}
 
 
-def recipe(budgets: dict[str, Any]) -> str:
+def recipe(budgets: dict[str, Any], shared: dict[str, Any]) -> str:
     train: dict[str, Any] = {"device": "cuda", "steps": 3, "global_batch_size": 6, "replicas": 6, "lr": 1e-2}
-    train |= {"compute_dtype": "bfloat16", "deterministic": True}
+    train |= {"compute_dtype": "bfloat16", "deterministic": True} | shared
     random = {"source": "random", "path": None, "tokenizer_vocab_size": 4096, "max_documents": 60}
     return recipe_text(data=random, model={"vocab_size": 300}, train=train, budgets=budgets | {"nvme": "1GiB"})
 
@@ -30,9 +31,10 @@ def checksums(run: Path) -> list[tuple[str, tuple[int, ...]]]:
         store.close()
 
 
+@pytest.mark.parametrize("shared", [{}, SHARED], ids=["data", "context"])
 @pytest.mark.parametrize("where", BUDGETS)
-def test_any_number_of_cards_gives_the_same_bits(where: str, tmp_path: Path) -> None:
-    (tmp_path / "tiny.py").write_text(recipe(BUDGETS[where]))
+def test_any_number_of_cards_gives_the_same_bits(where: str, shared: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(recipe(BUDGETS[where], shared))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1,2", "PYTHONPATH": str(REPOSITORY / "src")}
     environment |= {"OMP_NUM_THREADS": "1", "STANDIN_DELAY_US": "200"}
     found = []
@@ -48,7 +50,7 @@ def test_any_number_of_cards_gives_the_same_bits(where: str, tmp_path: Path) -> 
 
 
 def test_a_card_less_than_wanted_is_one_message(tmp_path: Path) -> None:
-    (tmp_path / "tiny.py").write_text(recipe(BUDGETS["in RAM"]))
+    (tmp_path / "tiny.py").write_text(recipe(BUDGETS["in RAM"], {}))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(REPOSITORY / "src")}
     command = [sys.executable, "-m", "penstock.app.cli.main", "train", "tiny.py", "--run-dir", "run", "--gpus", "2"]
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

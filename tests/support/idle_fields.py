@@ -35,7 +35,7 @@ _SECTIONS_THAT_COUNT = {
             "eps",
         ),
         *("weight_decay", "clip_norm", "compute_dtype", "gradient_dtype", "compile"),
-        *("device", "gpus", "replicas", "calibrate", "deterministic"),
+        *("device", "gpus", "replicas", "parallel", "calibrate", "deterministic"),
     ),
     "budgets": ("gpu", "ram", "nvme"),
     "storage": ("nvme", "reader", "part_bytes", "checkpoint_every", "keep_last", "keep_good", "offsite"),

@@ -58,10 +58,12 @@ def ranks_of(process_id: int) -> list[int]:
     return found
 
 
-def test_a_run_on_several_is_the_run_on_one(cli: Cli) -> None:
+@pytest.mark.parametrize("parallel", ["data", "context"])
+def test_a_run_on_several_is_the_run_on_one(cli: Cli, parallel: str) -> None:
     """State, losses, validations and samples to the bit; and what moved to and from the drive is that of all."""
-    runs = {n: cli.folder / f"on{n}" for n in (1, 2, 3)}
-    said = {n: cli.run("train", "tiny.py", "--gpus", str(n), "--run-dir", runs[n].name).stdout for n in runs}
+    how = ("--set", f"train.parallel={parallel}", "--set", "train.kv_window=auto", "--set", "budgets.gpu=1MiB")
+    runs = {n: cli.folder / f"{parallel}{n}" for n in (1, 2, 3)}
+    said = {n: cli.run("train", "tiny.py", "--gpus", str(n), "--run-dir", runs[n].name, *how).stdout for n in runs}
     assert "2 processes on the CPU train this run together" in said[2]
     found = {n: checksums(run) for n, run in runs.items()}
     assert found[1] == found[2] == found[3]
@@ -122,12 +124,25 @@ def test_whoever_is_killed_all_end_and_nothing_is_lost(cli: Cli, whom: str, tmp_
 
 PAIRS = ("--set", "data.source=preference", "--set", "data.path=pairs.jsonl", "--set", "train.validate_every=none")
 PAIRS += ("--set", "train.validation_sequences=none", "--set", "data.validation_documents=none")
+CONTEXT = ("--set", "train.parallel=context", "--set", "train.kv_window=auto")
 REFUSED = {
-    "train.replicas: the 6 micro-batches of a step": ("--gpus", "2", "--set", "train.replicas=4"),
+    "train.replicas: the 6 micro-batches of a step": (
+        "--gpus",
+        "2",
+        "--set",
+        "train.replicas=4",
+        "--set",
+        "train.parallel=data",
+    ),
+    "sequences of 64 tokens cannot be cut into 400 pieces": ("--gpus", "2", "--set", "train.replicas=200"),
+    "no graphs are kept of a sequence that GPUs share": (*CONTEXT, "--set", "train.activation_checkpointing=none"),
+    "keys and values that GPUs give one another are streamed": (*CONTEXT, "--set", "train.kv_window=whole"),
     "train.gpus: 4 GPUs cannot share 6 replicas": ("--gpus", "4"),
     "train.objective=dpo compares sequences": ("--set", "train.objective=dpo", *PAIRS),
     "gradients are added in float32": ("--set", "train.gradient_dtype=bfloat16"),
-    "train.gpus: 4 GPUs share a step's sequences": ("--gpus", "4", "--set", "train.replicas=none"),
+    "train.gpus: 4 GPUs share a step: train.replicas": (
+        *("--gpus", "4", "--set", "train.replicas=none", "--set", "train.parallel=data"),
+    ),
 }
 
 
