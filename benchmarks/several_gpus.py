@@ -60,6 +60,9 @@ CASES: list[tuple[str, Server, int, str, list[str]]] = [
     ("Qwen2.5-32B at 8k", OLDER, 4, "32b_workstation", ["train.global_batch_size=64"]),
     ("Qwen2.5-7B at 1M", H200, 8, "7b_1m", ["train.global_batch_size=8"]),
     ("Llama-3.3-70B at 256k", H200, 8, "70b_gh200", [*LONG, "train.global_batch_size=8"]),
+    ("Qwen2.5-7B at 1M, one sequence", H200, 8, "7b_1m", ["train.global_batch_size=1"]),
+    ("Llama-3.3-70B at 256k, one sequence", H200, 8, "70b_gh200", [*LONG, "train.global_batch_size=1"]),
+    ("Qwen2.5-7B at 512k, one sequence", WORKSTATION, 4, "7b_512k", ["train.global_batch_size=1"]),
 ]
 
 

@@ -419,16 +419,21 @@ class LayerRunner:
         graph._project = project
         return graph
 
-    def projected(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs) -> LayerGraph:
-        """What layer `index` asks of attention for x [n, hidden], with a graph for `bottom` alone."""
+    def projected(
+        self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, dx_past: Tensor | None
+    ) -> LayerGraph:
+        """What layer `index` asks of attention for x [n, hidden], with a graph for `bottom` alone, which adds `dx_past`
+        to what it finds."""
         template = self._template(index)
         products, names, parameters = self._summed(index, template.recomputed, x)
         x = x[None].detach().requires_grad_()
         with torch.enable_grad():
             projection = self._project(index, weights, x, inputs.calls[index], template.recompute)
-        return LayerGraph(
+        graph = LayerGraph(
             x=x, y=projection.q, names=names, parameters=parameters, products=products, projection=projection
         )
+        graph._dx = None if dx_past is None else dx_past[None]
+        return graph
 
     def save_graph(
         self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Handler | None

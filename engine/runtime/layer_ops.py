@@ -439,14 +439,13 @@ class LayerOps:
 
     def _backward_projection(self, op: Op, shape: AttentionShape) -> None:
         """The same long after the rest of the layer's backward, which has handed down its part."""
-        graph, (dq, of_sinks) = self._layers.projected(*self._operands(op)), self._dq(op, shape)
+        past = self._views.hidden(op.slots[a.OUT], self._views.chunk(op)) if a.OUT in op.slots else None
+        graph, (dq, of_sinks) = self._layers.projected(*self._operands(op), past), self._dq(op, shape)
         assert graph.projection is not None
         given = [dq, *(gradient.to(self._dtype) for gradient in self._slot("dkv", op, shape))]
         sinks = graph.projection.call.sinks
         dsinks = None if sinks is None else of_sinks.to(sinks.dtype)
-        dx = graph.bottom(self._views.weights(op), given, self._views.gradients(op), dsinks)
-        if a.OUT in op.slots:
-            self._views.hidden(op.slots[a.OUT], self._views.chunk(op)).add_(dx)
+        self._hand_down(op, graph.bottom(self._views.weights(op), given, self._views.gradients(op), dsinks))
 
     # ------------------------------------------------------------------ links
 

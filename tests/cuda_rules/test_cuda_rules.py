@@ -101,6 +101,14 @@ SORTS = {
         lambda plan: plan.problem.adds_replicas,
         second,
     ),
+    "shards": Sort(
+        Case("7b_512k", "gh200-480", settings=("train.replicas=2", "train.parallel=context")),
+        f"model.num_layers=2 {SHORT} budgets.gpu=24GiB train.replicas=2 train.parallel=context",
+        2,
+        {"hand_over", "layer_publish", "add_dkv", "store_dq"},
+        lambda plan: plan.problem.sharded,
+        second,
+    ),
     "resident": Sort(
         RESIDENT_7B,
         RESIDENT_SMALL,

@@ -394,7 +394,7 @@ def test_a_step_names_its_documents(tmp_path: Path, packing: str) -> None:
     tokenizer, made = prepare_data(Recipe(name="x", data=config), tmp_path / "data")
     batches = loader_of(made, 64, 2, 2, packing=packing).next_step()
     places = [(n, n // 4, n % 4, 32 * (n % 4)) for n in range(8)]
-    cut = {n: Chunk(index=n, micro_batch=m, local=i, start=at, end=at + 32) for n, m, i, at in places}
+    cut = {n: Chunk(index=n, micro_batch=m, local=i, ordinal=i, start=at, end=at + 32) for n, m, i, at in places}
     documents, count = step_documents(made, tokenizer, batches, cut, dict.fromkeys(cut, 1.0) | {4: 1000.0})
     assert count == sum(len(batch.lengths) for batch in batches) == len(documents)
     ids = [token for batch in batches for token in batch.ids.tolist()]

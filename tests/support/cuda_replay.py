@@ -294,6 +294,10 @@ class Arithmetic:
         self._read(weights, inputs, x)
         return self._projection(index, x.shape[0])
 
+    def projected(self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, dx_past: Tensor | None) -> Graph:
+        self._read(weights, inputs, x, *([] if dx_past is None else [dx_past]))
+        return Graph(self, x.shape[0], 0, self._projection(index, x.shape[0]))
+
     def save_graph(
         self, index: int, weights: Tensors, x: Tensor, inputs: LayerInputs, handler: Any
     ) -> tuple[Graph, Tensor]:
@@ -403,6 +407,9 @@ class Graph:
         return self.y
 
     def dx(self) -> Tensor:
+        return self.y
+
+    def dx_past(self) -> Tensor:
         return self.y
 
 
