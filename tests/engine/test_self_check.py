@@ -34,6 +34,7 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.shrink import shrink
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.model.trace import random_model
+from penstock.engine.model.types import default_config
 from penstock.engine.optim.base import MASTER
 from penstock.engine.runtime.views import Views
 from penstock.engine.self_check import CheckResult, check_model, reference_gradients, relative_errors
@@ -83,6 +84,17 @@ def test_models_pass(model_type: str, fields: dict[str, Any], pieces: bool) -> N
     assert result.max_rel_error <= 1e-5
     assert result.worst_parameter
     assert result.reason is None
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["cohere", "gpt_oss", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("deepseek_v3", "gemma3_text"))]
+    + ["qwen3_next", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("lfm2", "mamba2", "llama4_text"))],
+)
+def test_models_pass_in_shards(model_type: str) -> None:
+    """What follows attention beside it, sinks, heads of two widths, windows, states, blocks of tokens."""
+    result = check_model(default_config(model_type), shards=3)
+    assert result.ok, result.reason
 
 
 def test_broken_layer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
