@@ -19,9 +19,9 @@ class RankCount(NamedTuple):
 
 
 def rank_count(recipe: Recipe) -> RankCount:
-    """As train.gpus says, else as many GPUs as there are and train.replicas or the batch can be divided among, and all
-    of them where these are more than the batch has parts and each sequence can be divided. Raises UserError for more
-    than there are."""
+    """As train.gpus says, else as many GPUs as there are of the first one's kind and train.replicas or the batch can be
+    divided among, and all of them where these are more than the batch has parts and each sequence can be divided.
+    Raises UserError for more than there are, or of one kind."""
     import torch
 
     from penstock.engine.machine.device import resolve_device
@@ -37,6 +37,7 @@ def rank_count(recipe: Recipe) -> RankCount:
             f"train.gpus: {wanted} GPUs are wanted and this machine has {len(there)}; set train.gpus to what there is"
             f"{', a divisor of train.replicas' if train.replicas else ''}: the run has the same bits on any number"
         )
+    there = _of_one_kind(there, wanted)
     parts = train.replicas or train.global_batch_size // train.micro_batch_size
     able = len(there) if why_not(recipe) is None else 1
     count = wanted or max(n for n in range(1, able + 1) if parts % n == 0)
@@ -45,6 +46,22 @@ def rank_count(recipe: Recipe) -> RankCount:
         if train.parallel != "data" and why_not(replace(recipe, train=by_sequence)) is None:
             count = able
     return RankCount(count, there[:count])
+
+
+def _of_one_kind(there: list[str], wanted: int | None) -> list[str]:
+    """Those of the visible GPUs that are of the first one's kind. Raises UserError where more are wanted."""
+    import torch
+
+    kinds = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    others = [i for i, kind in enumerate(kinds) if kind != kinds[0]]
+    alike = [gpu for i, gpu in enumerate(there) if i not in others]
+    if wanted is not None and wanted > len(alike):
+        raise UserError(
+            f"train.gpus: GPU 0 is {kinds[0]} and GPU {others[0]} {kinds[others[0]]}: each step would wait for the "
+            f"slower one, and bits would depend on which computes what; use train.gpus={len(alike)}, or name GPUs of "
+            "one kind in CUDA_VISIBLE_DEVICES"
+        )
+    return alike
 
 
 def with_replicas(recipe: Recipe, count: int) -> Recipe:

@@ -122,6 +122,22 @@ def test_whoever_is_killed_all_end_and_nothing_is_lost(cli: Cli, whom: str, tmp_
     cli.run("resume", str(run), "--gpus", "2", "--set", f"train.steps={len(json_lines(run / 'metrics.jsonl')) + 1}")
 
 
+@pytest.mark.long
+def test_a_rank_that_hangs_ends_the_run(cli: Cli, tmp_path: Path) -> None:
+    """With a word on where it was."""
+    run = tmp_path / "run"
+    process = cli.start("train", "tiny.py", "--gpus", "2", "--run-dir", str(run), "--set", "train.steps=4000")
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(json_lines(run / "metrics.jsonl")) > 3)
+    (other,) = ranks_of(process.pid)
+    os.kill(other, signal.SIGSTOP)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1, error
+    assert f"GPU 1: its process {other} shows no sign of life; its threads are here:" in error
+    assert "most recent call first" in error
+    assert not is_running(other)
+    cli.run("resume", str(run), "--gpus", "2", "--set", f"train.steps={len(json_lines(run / 'metrics.jsonl')) + 1}")
+
+
 PAIRS = ("--set", "data.source=preference", "--set", "data.path=pairs.jsonl", "--set", "train.validate_every=none")
 PAIRS += ("--set", "train.validation_sequences=none", "--set", "data.validation_documents=none")
 CONTEXT = ("--set", "train.parallel=context", "--set", "train.kv_window=auto")
