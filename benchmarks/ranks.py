@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -32,12 +33,17 @@ RECIPE = Recipe(
 def main(
     folder: Annotated[Path, typer.Option(help="A new folder for the runs.")],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2",
+    one_sequence: Annotated[bool, typer.Option(help="Of as many tokens, which the ranks share.")] = False,
 ) -> None:
     """Print a table in Markdown."""
     from penstock.app.recipes.recipe import to_run_json
 
     folder.mkdir(parents=True)
-    (folder / "recipe.json").write_text(to_run_json(RECIPE))
+    recipe = RECIPE
+    if one_sequence:
+        train = replace(recipe.train, global_batch_size=1, parallel="context", kv_window="auto")
+        recipe = replace(recipe, train=train, data=replace(recipe.data, sequence_length=2048))
+    (folder / "recipe.json").write_text(to_run_json(recipe))
     print("| ranks | s a step | tokens/s | private memory of all | shared by all |\n|---|---|---|---|---|")
     for count in map(int, ranks.split(",")):
         run = folder / f"on{count}"

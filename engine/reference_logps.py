@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ def complete(session: Session, observer: Observer) -> bool:
     """
     if not session.objective.reference:
         return True
-    folder = session.loader.corpus.folder.with_name(FOLDER)
-    values = _read(folder, session)
+    folder, ranks = session.loader.corpus.folder.with_name(FOLDER), session.ranks
+    values = ranks.of_first(lambda: _read(folder, session))
     if values is None:
         if session.step:
             raise UserError(
@@ -63,15 +64,18 @@ def complete(session: Session, observer: Observer) -> bool:
             )
         documents = _documents(session)
         digest = shared_logps.digest_of(session, documents)
-        values = shared_logps.take(digest, session.loader.corpus.info.num_documents)
+        count = session.loader.corpus.info.num_documents
+        values = ranks.of_first(lambda: shared_logps.take(digest, count))
         if values is not None:
             observer.on_message("reference log-probabilities: taken from an earlier run of this model on these answers")
-            _write(folder, session, values)
         else:
             values = _make(folder, session, documents, observer)
             if values is None:
                 return False
-            shared_logps.keep(digest, values)
+            if ranks.first:
+                shared_logps.keep(digest, values)
+        if ranks.first:
+            _write(folder, session, values)
     session.loader.reference = values
     if session.validation is not None:
         session.validation.set_reference(values)
@@ -104,29 +108,43 @@ def _read(folder: Path, session: Session) -> NDArray[np.float64] | None:
 def _make(
     folder: Path, session: Session, documents: Sequence[NDArray[np.int64]], observer: Observer
 ) -> NDArray[np.float64] | None:
-    """All of them, by passes that go on behind the last one on record; None where the run is to stop."""
+    """All of them, by passes that go on behind the last one on record, and which the ranks take in turns; None where
+    the run is to stop."""
     count = session.loader.corpus.info.num_documents
     header = _of_what(session) | {"plan": _shape(session.plan), "documents": count}
     header |= {"shares_prompts": session.loader.shares_prompts}
-    values = np.full((count, 2), np.nan)
-    make_folder(folder, folder.parent)
-    done = _on_record(folder / PASSES, header, values)
-    checklist = Checklist(observer)
-    with checklist.step("reference log-probabilities"), (folder / PASSES).open("a" if done else "w") as stream:
-        if not done:
+    ranks, checklist = session.ranks, Checklist(observer)
+
+    def begun() -> tuple[int, NDArray[np.float64]]:
+        values = np.full((count, 2), np.nan)
+        make_folder(folder, folder.parent)
+        return _on_record(folder / PASSES, header, values), values
+
+    done, values = ranks.of_first(begun)
+    record = (folder / PASSES).open("a" if done else "w") if ranks.first else nullcontext(None)
+    with checklist.step("reference log-probabilities"), record as stream:
+        if stream is not None and not done:
             _append(stream, header)
         batches = itertools.islice(_batches(session, documents), done, None)
         total = _num_passes(session)
-        for number, data in enumerate(evaluations(session, batches, first=_FIRST_PASS), start=done + 1):
-            found = _of_pass(session, data)
+        for number, found in enumerate(_found(session, batches), start=done + 1):
             for document, which, value in found:
                 values[document, which] = value
-            _append(stream, {"logps": found})
+            if stream is not None:
+                _append(stream, {"logps": found})
             checklist.progress(number / total, f"pass {number:,} of {total:,}")
             if observer.wanted() == "stop":
                 return None
-    _write(folder, session, values)
     return values
+
+
+def _found(session: Session, batches: Iterator[Sequence[MicroBatch]]) -> Iterator[list[tuple[int, int, float]]]:
+    """What each pass finds, in their order, whoever carries it out."""
+    ranks = session.ranks
+    own = itertools.islice(batches, ranks.rank, None, ranks.count)
+    results = (_of_pass(session, data) for data in evaluations(session, own, first=_FIRST_PASS))
+    while any(found := ranks.all_of(next(results, None))):
+        yield from itertools.takewhile(bool, found)
 
 
 def _write(folder: Path, session: Session, values: NDArray[np.float64]) -> None:

@@ -272,7 +272,7 @@ class Session:
     def trained_tokens(self, data: StepData) -> int:
         """Tokens that a step trains on: those that carry a loss, but all of a reward model, where a text has one."""
         if self.objective.reward_model:
-            return sum(n for stream in data.micro_batches for n in stream.lengths)
+            return sum(n for stream in data.whole for n in stream.lengths)
         return data.num_trained
 
     def begin_step(self, data: StepData) -> None:

@@ -17,6 +17,7 @@ from penstock.engine.forecast.flops import model_flops
 from penstock.engine.gains import EarlyEnd
 from penstock.engine.joining import join_session
 from penstock.engine.machine.device import memory_use
+from penstock.engine.objectives.sequences import Found
 from penstock.engine.opening import open_session
 from penstock.engine.optim.lr import learning_rate
 from penstock.engine.preparing import Checklist
@@ -77,6 +78,9 @@ def train_step(session: Session) -> StepMetrics:
         session.executor.submit(ops)
     session.prefetch()
     session.executor.wait(ops[-1].id)  # the one synchronisation point: loss and gradient norm are known
+    if session.objective.whole_sequences and session.ranks.count > 1:
+        data.found = Found.of(session.ranks.all_of(data.found))
+        data.loss = data.found.loss
     step_s, tokens = time.perf_counter() - started, session.trained_tokens(data)
     session.observe(step, data.loss)
     session.look_for_spike()

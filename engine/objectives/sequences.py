@@ -6,7 +6,7 @@ All of it is float64 in host memory: the same numbers whatever device computed t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -103,6 +103,16 @@ class Found:
         self._losses += measured.losses.detach().tolist()
         for name, values in measured.metrics.items():
             self._values.setdefault(name, []).extend(values.tolist())
+
+    @staticmethod
+    def of(parts: Iterable[Found]) -> Found:
+        """What has been found of all of them."""
+        result = Found()
+        for part in parts:
+            result._losses += part._losses
+            for name, values in part._values.items():
+                result._values.setdefault(name, []).extend(values)
+        return result
 
     @property
     def loss(self) -> float:

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.engine.config import Recipe
+from penstock.engine.config import SAMPLED, Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.objectives.base import find_objective
 from penstock.storage.files.errors import UserError
@@ -77,8 +77,13 @@ def with_replicas(recipe: Recipe, count: int) -> Recipe:
 def why_not(recipe: Recipe, spec: ModelSpec | None = None) -> str | None:
     """Why a run cannot have several replicas, in words that follow "train.replicas: "; None: it can."""
     train = recipe.train
-    if find_objective(recipe).whole_sequences:
-        return f"train.objective={train.objective} compares sequences of a whole step"
+    objective = find_objective(recipe)
+    if train.objective in SAMPLED:
+        return f"train.objective={train.objective} samples its completions on one GPU"
+    if objective.mismatched:
+        return f"train.objective={train.objective} compares each answer with others of the whole step"
+    if objective.whole_sequences and train.sharded:
+        return f"train.objective={train.objective} needs whole sequences; train.parallel=data gives GPUs these"
     if train.gradient_dtype != "float32":
         return "gradients are added in float32; leave train.gradient_dtype out"
     if train.skip_idle_experts:

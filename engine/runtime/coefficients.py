@@ -15,7 +15,7 @@ from penstock.engine.schedule.ops import Op
 
 
 class Coefficients:
-    """Made once for each group of a step, when all of its scores are there."""
+    """Made once for each group of a step, or each replica, when all of its scores are there."""
 
     def __init__(
         self, views: Views, objective: Objective, scores: Tensor, starts: Sequence[int], fetch: Callable[[], None]
@@ -25,6 +25,9 @@ class Coefficients:
         log-probabilities."""
         self._views, self._objective, self._starts, self._fetch = views, objective, starts, fetch
         self._scores, self._statistics = scores[0], dict(zip(objective.statistics, scores[1:], strict=True))
+        plan = views.plan
+        self._size = plan.problem.apart or plan.group
+        """Micro-batches at a time: a group's, or where replicas are added those of one, whoever computes the others."""
         self._here = torch.zeros(scores.shape[1], dtype=scores.dtype, device=views.device)
         self._group: tuple[int, int] | None = None
         """(step, group) whose coefficients there are."""
@@ -33,7 +36,7 @@ class Coefficients:
 
     def of(self, op: Op) -> Tensor:
         """float64 [t] of the targets of the op's chunk, on the compute device."""
-        group = op.step, self._views.chunk(op).micro_batch // self._views.plan.group
+        group = op.step, self._views.chunk(op).micro_batch // self._size
         if self._group != group:
             self._make(op, group[1])
             self._group = group
@@ -41,7 +44,7 @@ class Coefficients:
         return self._here[start : start + self._views.tokens(op).labels.shape[0]]
 
     def _make(self, op: Op, group: int) -> None:
-        step, size = self._views.steps[op.step], self._views.plan.group
+        step, size = self._views.steps[op.step], self._size
         members = [index for index, chunk in sorted(step.cut.items()) if chunk.micro_batch // size == group]
         places = [slice(at := self._starts[i], at + step.chunks[i].labels.shape[0]) for i in members]
         self._fetch()
@@ -49,7 +52,7 @@ class Coefficients:
         statistics = {name: torch.cat([all_[place] for place in places]) for name, all_ in self._statistics.items()}
         streams = step.micro_batches[group * size : (group + 1) * size]
         if self._totals is None or self._totals[0] != op.step:
-            self._totals = op.step, totals_of(step.micro_batches, self._objective)
+            self._totals = op.step, totals_of(step.whole, self._objective)
         sequences = sequences_of(streams, scores, self._totals[1], statistics)
         made, measured = coefficients(self._objective, sequences)
         step.found.add(measured)

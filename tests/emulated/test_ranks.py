@@ -16,11 +16,20 @@ SHARED = {"parallel": "context", "global_batch_size": 1, "kv_window": "auto"}
 BUDGETS = {"in RAM": {"gpu": "1GiB", "ram": "1GiB"}, "on NVMe": {"gpu": "least", "ram": "least"}}
 
 
-def recipe(budgets: dict[str, Any], shared: dict[str, Any]) -> str:
+HYBRID: dict[str, Any] = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+def recipe(budgets: dict[str, Any], shared: dict[str, Any], model: dict[str, Any] | None = None) -> str:
     train: dict[str, Any] = {"device": "cuda", "steps": 3, "global_batch_size": 6, "replicas": 6, "lr": 1e-2}
     train |= {"compute_dtype": "bfloat16", "deterministic": True} | shared
     random = {"source": "random", "path": None, "tokenizer_vocab_size": 4096, "max_documents": 60}
-    return recipe_text(data=random, model={"vocab_size": 300}, train=train, budgets=budgets | {"nvme": "1GiB"})
+    return recipe_text(
+        data=random, model={"vocab_size": 300} | (model or {}), train=train, budgets=budgets | {"nvme": "1GiB"}
+    )
 
 
 def checksums(run: Path) -> list[tuple[str, tuple[int, ...]]]:
@@ -31,10 +40,17 @@ def checksums(run: Path) -> list[tuple[str, tuple[int, ...]]]:
         store.close()
 
 
-@pytest.mark.parametrize("shared", [{}, SHARED], ids=["data", "context"])
+HOW: dict[str, dict[str, Any]] = {
+    "data": {"shared": {}},
+    "context": {"shared": SHARED},
+    "context with states": {"shared": SHARED, "model": {"model_type": "qwen3_next", "overrides": HYBRID}},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("where", BUDGETS)
-def test_any_number_of_cards_gives_the_same_bits(where: str, shared: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "tiny.py").write_text(recipe(BUDGETS[where], shared))
+def test_any_number_of_cards_gives_the_same_bits(where: str, how: str, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(recipe(BUDGETS[where], **HOW[how]))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1,2", "PYTHONPATH": str(REPOSITORY / "src")}
     environment |= {"OMP_NUM_THREADS": "1", "STANDIN_DELAY_US": "200"}
     found = []

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import comparisons
 import pytest
 import tiny
 import torch
@@ -18,6 +19,7 @@ from ranked import ranked, started
 from samples import cases, samples
 
 from penstock.app.recipes.recipe import to_dict
+from penstock.engine import reference_logps
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.ranks.ranks import Ranks
 from penstock.engine.session import Session
@@ -77,6 +79,12 @@ SHARING: dict[str, dict[str, Any]] = {
         "m": tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS),
     },
     "states": {"t": training(**SHARED), "m": tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)},
+    "an adapter on nf4": {
+        "t": training(**SHARED),
+        "m": tiny.model(frozen_format="nf4"),
+        "adapter": tiny.AdapterConfig(method="lora", rank=2),
+        "ram": tiny.FLOOR,
+    },
     "padded": {"t": training(**SHARED), "d": tiny.data(packing="none")},
     "validated": {
         "t": training(**SHARED, validate_every=1, validation_sequences=2),
@@ -90,6 +98,28 @@ SHARING: dict[str, dict[str, Any]] = {
 def test_whatever_shares_them(tmp_path: Path, case: str) -> None:
     found = {run(tmp_path / str(n), n, 2, **SHARING[case])[0] for n in (1, 3)}
     assert len(found) == 1
+
+
+def preferred(ranks: Ranks, folder: Path, settings: dict[str, Any]) -> tuple[str, list[Any]]:
+    """The digest behind two steps on pairs of answers, and what these report."""
+    os.environ["XDG_CACHE_HOME"] = f"{folder}-cache"  # nothing is taken from another run
+    with tiny.session(folder, ranks=ranks, **settings) as session:
+        assert reference_logps.complete(session, tiny.Silent())
+        metrics = tiny.steps(session, 2)
+        ranks.meet()
+        return tiny.digest(session.store), [(m.loss, m.grad_norm, m.measured, m.tokens) for m in metrics]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "reward", "sequence_mean"])
+def test_preferences_are_those_of_one(tmp_path: Path, objective: str) -> None:
+    """With the reference's log-probabilities from passes that the ranks take in turns."""
+    path = comparisons.write(tmp_path / "rows.jsonl", comparisons.pairs(24))
+    settings: dict[str, Any] = {"t": training(objective=objective), "m": tiny.model(vocab_size=None)}
+    settings["d"] = comparisons.data(path, sequence_length=256)
+    if objective == "sequence_mean":
+        settings = {"t": training(objective=objective)}
+    found = {count: ranked(count, preferred, tmp_path / str(count), settings) for count in (1, 2, 3)}
+    assert all(each == found[1][0] for of_count in found.values() for each in of_count)
 
 
 @pytest.mark.parametrize("shared", [{}, SHARED], ids=["data", "context"])

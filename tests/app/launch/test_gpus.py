@@ -154,7 +154,7 @@ REFUSED = {
     "no graphs are kept of a sequence that GPUs share": (*CONTEXT, "--set", "train.activation_checkpointing=none"),
     "keys and values that GPUs give one another are streamed": (*CONTEXT, "--set", "train.kv_window=whole"),
     "train.gpus: 4 GPUs cannot share 6 replicas": ("--gpus", "4"),
-    "train.objective=dpo compares sequences": ("--set", "train.objective=dpo", *PAIRS),
+    "train.objective=dpo needs whole sequences": ("--set", "train.objective=dpo", *PAIRS, *CONTEXT),
     "gradients are added in float32": ("--set", "train.gradient_dtype=bfloat16"),
     "train.gpus: 4 GPUs share a step: train.replicas": (
         *("--gpus", "4", "--set", "train.replicas=none", "--set", "train.parallel=data"),
