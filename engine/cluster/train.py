@@ -154,7 +154,7 @@ def require_even(recipe: Recipe, ranks: int, spread: int = 1) -> None:
     train = recipe.train
     if ranks % spread:
         raise UserError(f"--context-parallel {spread}: {ranks:,} ranks cannot be divided by it; give a divisor of them")
-    groups, count = ranks // spread, train.global_batch_size // train.micro_batch_size
+    groups, count = ranks // spread, train.micro_batches
     if count % groups:
         fix = f"train.global_batch_size to a multiple of {groups:,}"
         if train.global_batch_size % groups == 0:

@@ -154,9 +154,9 @@ class TrainConfig:
                 value is None or value % self.micro_batch_size == 0,
                 f"train.{name}: {value} is not a multiple of train.micro_batch_size {self.micro_batch_size}",
             )
-        parts = self.global_batch_size // self.micro_batch_size
+        parts = self.micro_batches
         require(
-            self.parallel != "data" or parts % (self.replicas or 1) == 0,
+            self.parallel != "data" or self.divides_batch,
             f"train.replicas: the {parts} micro-batches of a step (train.global_batch_size / train.micro_batch_size) "
             f"cannot be divided into {self.replicas} equal parts; set a divisor of {parts}, or train.parallel=context "
             "to divide each sequence",
@@ -179,11 +179,20 @@ class TrainConfig:
         require(self.weight_decay >= 0, f"train.weight_decay: {self.weight_decay} must not be negative")
 
     @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def divides_batch(self) -> bool:
+        """Whether each replica can have as many of the step's micro-batches."""
+        return self.micro_batches % (self.replicas or 1) == 0
+
+    @property
     def sharded(self) -> bool:
         """Whether replicas are shards of every sequence (context parallel)."""
-        replicas = self.replicas or 1
-        divides = self.global_batch_size // self.micro_batch_size % replicas == 0
-        return replicas > 1 and (self.parallel == "context" or (self.parallel == "auto" and not divides))
+        context = self.parallel == "context" or (self.parallel == "auto" and not self.divides_batch)
+        return context and (self.replicas or 1) > 1
 
     def _check_schedule(self) -> None:
         """The learning rate over steps and parameters; patterns are checked later, when the model is known."""

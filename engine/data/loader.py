@@ -80,7 +80,7 @@ class DataLoader:
         self.corpus, self._data = corpus, data
         self._sequence_length = data.sequence_length
         self._rows = train.micro_batch_size
-        self._micro_batches = train.global_batch_size // train.micro_batch_size
+        self._micro_batches = train.micro_batches
         self._one_document_per_row = one_document_per_row
         self._endless = endless
         self._packed = data.packing != "wrap" and not one_document_per_row

@@ -127,7 +127,7 @@ def require_cluster(recipe: Recipe, cluster: Cluster) -> int:
     train, gpus = recipe.train, cluster.gpus
     if train.compute_dtype == "float32":
         raise UserError("--cluster: only bfloat16 can be planned, but train.compute_dtype is float32")
-    micro_batches = train.global_batch_size // train.micro_batch_size
+    micro_batches = train.micro_batches
     if micro_batches % gpus:
         sequences = max(1, round(micro_batches / gpus)) * gpus * train.micro_batch_size
         fix = f"train.global_batch_size={sequences}"

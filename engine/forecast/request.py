@@ -135,7 +135,7 @@ class PlanRequest:
             hidden_size=spec.hidden_size,
             compute_dtype=train.compute_dtype,
             gradient_dtype=train.gradient_dtype,
-            micro_batches=train.global_batch_size // train.micro_batch_size // (1 if train.sharded else self.ranks),
+            micro_batches=train.micro_batches // (1 if train.sharded else self.ranks),
             replicas=train.replicas or 1,
             sharded=train.sharded,
             ranks=self.ranks,

@@ -16,8 +16,7 @@ from penstock.engine.plan.problem import PlanInput, chunks_of_piece
 FOREIGN = -1
 """Index of a chunk that another rank computes."""
 TILE = 128
-"""Tokens: rows of the tiles in which products of matrices are computed. Pieces of a shared stream are whole ones where
-they are long enough for that to leave them about equal."""
+"""Tokens: rows of the tiles in which products of matrices are computed."""
 
 Filled = Sequence[int | None]
 """Per micro-batch its tokens before the padding that ends it; None: it has no padding."""
@@ -69,7 +68,7 @@ def _streams(micro_batches: int, total: int, width: int, shards: int, ranks: int
         shard_of = [0] * len(ends)
     else:
         count = 2 * shards * chunks_of_piece(total, width, shards)
-        unit = TILE if total >= 8 * TILE * count else 1
+        unit = TILE if total >= 8 * TILE * count else 1  # whole tiles, where that leaves chunks about equal
         ends = [total * (i + 1) // (count * unit) * unit for i in range(count - 1)] + [total]
         pieces = [i * 2 * shards // count for i in range(count)]
         shard_of = [min(piece, 2 * shards - 1 - piece) for piece in pieces]

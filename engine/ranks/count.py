@@ -37,8 +37,9 @@ def rank_count(recipe: Recipe) -> RankCount:
             f"train.gpus: {wanted} GPUs are wanted and this machine has {len(there)}; set train.gpus to what there is"
             f"{', a divisor of train.replicas' if train.replicas else ''}: the run has the same bits on any number"
         )
-    there = _of_one_kind(there, wanted)
-    parts = train.replicas or train.global_batch_size // train.micro_batch_size
+    if len(there) > 1:
+        there = _of_one_kind(there, wanted)
+    parts = train.replicas or train.micro_batches
     able = len(there) if why_not(recipe) is None else 1
     count = wanted or max(n for n in range(1, able + 1) if parts % n == 0)
     if wanted is None and train.replicas is None and (train.parallel == "context" or parts < able):
@@ -89,8 +90,7 @@ def why_not(recipe: Recipe, spec: ModelSpec | None = None) -> str | None:
     if train.skip_idle_experts:
         return "train.skip_idle_experts skips what no token of one GPU is sent to"
     if train.sharded and (reason := _why_not_sharded(recipe, spec)) is not None:
-        divides = train.global_batch_size // train.micro_batch_size % (train.replicas or 1) == 0
-        return reason + "; train.parallel=data divides the step's sequences instead" * divides
+        return reason + "; train.parallel=data divides the step's sequences instead" * train.divides_batch
     if spec is not None and spec.vision is not None:
         return "the vision tower is trained on one GPU (model.train_vision)"
     if spec is not None and spec.balances_routers(train.router_aux_loss):

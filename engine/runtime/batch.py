@@ -16,7 +16,7 @@ from penstock.engine.generate.places import Place
 from penstock.engine.model.images import Images
 from penstock.engine.model.tokens import ChunkTokens, MicroBatch, targets, total_weight
 from penstock.engine.objectives.sequences import Found
-from penstock.engine.plan.chunks import Chunk, Streams, own
+from penstock.engine.plan.chunks import TILE, Chunk, Streams, own
 from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import BYTES_PER_TOKEN
 from penstock.storage.tier.arena import pinned_empty
@@ -165,9 +165,6 @@ class SampleData:
 _SINGLE = 2 + len(Place._fields)
 _TENSORS = len(fields(ChunkTokens))
 assert _TENSORS * 8 == BYTES_PER_TOKEN, "the plan counts other bytes per token"
-COMPILED_MULTIPLE = 128
-"""Tokens: where layers are compiled, each length of a chunk is a graph of its own. So chunks end at quarters of their
-length only, in whole tiles of matrix products."""
 
 
 def _counts(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -185,8 +182,8 @@ class BatchCarrier:
         self._plan, self._chunks, self._device, self._multiple = plan, plan.chunks, device, 1
         """The last chunk of a stream is rounded up to a multiple of so many tokens."""
         if compiled:
-            quarter = plan.max_chunk_tokens / 4
-            self._multiple = COMPILED_MULTIPLE * max(1, math.ceil(quarter / COMPILED_MULTIPLE))
+            # Each length of a chunk is a graph of its own. So chunks end at quarters of their length only, in tiles.
+            self._multiple = TILE * max(1, math.ceil(plan.max_chunk_tokens / 4 / TILE))
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             # Room for the most that a step can have, whatever its tokens are: equal sizes leave no holes behind.

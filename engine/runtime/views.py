@@ -245,7 +245,7 @@ class Views:
 
     def continued(self, op: Op, chunk: Chunk) -> bool:
         """Whether the chunk behind this one goes on with its last document."""
-        following = next((c for c in self.batch(op).streams[chunk.micro_batch] if c.start >= chunk.end), None)
+        following = self.batch(op).by_ordinal.get((chunk.micro_batch, chunk.ordinal + 1))
         return following is not None and following.start not in self.documents(op, chunk)
 
     def hidden(self, slot: int, chunk: Chunk) -> Tensor:

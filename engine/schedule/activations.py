@@ -123,6 +123,9 @@ class ActivationSchedule:
         if saves and (following := self.following(chunk)) is not None and a.BEHIND in slots:
             self.store_saved(a.RECURRENT, mode, layer, following, slots[a.BEHIND])
 
+    def end_states(self, layer: int) -> None:
+        """The layer has computed all chunks of a visit."""
+
     # ------------------------------------------------------------------ between two blocks
 
     def pool(self, kind: str) -> Slots:

@@ -195,8 +195,8 @@ class ScheduleBuilder:
         emitted between small copies that are wanted sooner."""
         block, self._state.replica = self._plan.blocks[task.layer], self._replica(task)
         self._state.release(self._weights(block))
-        if isinstance(self._activations, SharedActivations) and block.recurrent:
-            self._activations.end_handing(task.layer)
+        if block.recurrent:
+            self._activations.end_states(task.layer)
         done = self._closes(task) if task.mode == "backward" else task.mode == "loss"
         offloading: list[tuple[int, deque[Load]]] = []
         for name in block.buffers if done else ():

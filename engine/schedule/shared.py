@@ -43,6 +43,8 @@ class SharedActivations(ActivationSchedule):
         self._visit: tuple[Mode, int, int, int] | None = None
         self.round = 0
         """Of the shard whose backward is being emitted."""
+        self._begun: set[int] = set()
+        """Positions of the chunks in the micro-batch for whose keys and values there is a sum of all ranks'."""
 
     def begin(self, chunks: Sequence[Chunk], documents: Documents | None, streams: Streams) -> None:
         super().begin(chunks, documents, streams)
@@ -61,10 +63,14 @@ class SharedActivations(ActivationSchedule):
     # ------------------------------------------------------------------ keys and values
 
     def next_window(self) -> None:
-        self._turn = (self._turn + 1) % SHARED_WINDOWS
+        self._turn, self._begun = self._other_turn, set()
 
-    def _place(self, chunk: Chunk, turn: int | None = None) -> int:
-        return (self._turn if turn is None else turn) * self._length + chunk.ordinal
+    @property
+    def _other_turn(self) -> int:
+        return (self._turn + 1) % SHARED_WINDOWS
+
+    def _place(self, chunk: Chunk) -> int:
+        return self._turn * self._length + chunk.ordinal
 
     def own_kv(self, layer: int, chunk: Chunk) -> int:
         """Slot for keys and values of a chunk that are about to be computed, pinned."""
@@ -90,17 +96,13 @@ class SharedActivations(ActivationSchedule):
         """All ranks' keys and values are there from here on. None of them still reads what the other window holds, or
         what this rank has summed, as each has published after it ended the block before; nor does this rank sum
         anything for another one before it has read what that has published here."""
-        stream = self.whole[micro_batch]
-        own = [chunk for chunk in stream if chunk.index >= 0]
-        reads = [r.resource(r.RAM_WINDOW_KV, self._place(chunk)) for chunk in own]
-        writes = [r.resource(r.RAM_WINDOW_KV, self._place(chunk)) for chunk in stream if chunk.index < 0]
-        other = (self._turn + 1) % SHARED_WINDOWS
-        writes += [r.resource(r.RAM_WINDOW_KV, self._place(chunk, other)) for chunk in self._all_own()]
+        foreign = [chunk for chunk in self.whole[micro_batch] if chunk.index == FOREIGN]
+        reads = [r.resource(r.RAM_WINDOW_KV, self._place(chunk)) for chunk in self.streams[micro_batch]]
+        writes = [r.resource(r.RAM_WINDOW_KV, self._place(chunk)) for chunk in foreign]
+        # In the other window of any micro-batch: places are the same in all.
+        other, own = self._other_turn * self._length, self._plan.chunks[: self._plan.window_chunks]
+        writes += [r.resource(r.RAM_WINDOW_KV, other + chunk.ordinal) for chunk in own]
         self._meet(layer, reads, writes)
-
-    def _all_own(self) -> list[Chunk]:
-        """Places are the same in all micro-batches."""
-        return [chunk for chunk in self._plan.streams[0] if chunk.index >= 0]
 
     def _meet(self, layer: int, reads: Iterable[Resource], writes: Iterable[Resource]) -> None:
         if self._plan.problem.ranks > 1:
@@ -179,7 +181,7 @@ class SharedActivations(ActivationSchedule):
     def _state_place(self, taker: Chunk) -> int:
         return taker.micro_batch * self._length + taker.ordinal
 
-    def end_handing(self, layer: int) -> None:
+    def end_states(self, layer: int) -> None:
         """All ranks have taken what others have handed on: it may be written over."""
         if self._handed_on:
             kinds, count = (a.RECURRENT, a.DRECURRENT), self._length * self._plan.problem.micro_batches
@@ -208,43 +210,32 @@ class SharedActivations(ActivationSchedule):
         place = self._plan.rank * self._length + chunk.ordinal
         self._move(action, layer, chunk, reads, writes, {a.SLOT: slot, a.PLACE: place})
 
-    def add(self, layer: int, micro_batch: int, begun: set[int]) -> None:
-        """All ranks' shards of this round are summed: add them to the sums of this rank's chunks, some of which have
-        `begun`."""
-        stream, ranks = self.whole[micro_batch], self._plan.problem.ranks
-        own = [chunk for chunk in stream if chunk.index >= 0]
+    def add(self, layer: int, micro_batch: int) -> None:
+        """All ranks' shards of this round are summed: add them to the sums of this rank's chunks."""
+        own, ranks, block = self.streams[micro_batch], self._plan.problem.ranks, self._plan.blocks[layer]
         mine = [r.resource(r.RAM_WINDOW_DKV, ordinal) for ordinal in range(self._length)]
         self._meet(layer, mine, mine)
         masks = dict.fromkeys((chunk.ordinal for chunk in own), 0)
-        for chunk in stream:
+        for chunk in self.whole[micro_batch]:
             if chunk.shard // ranks == self.round:
                 for other in [*self.keys(layer, chunk), chunk]:
                     if other.ordinal in masks:
                         masks[other.ordinal] |= 1 << chunk.shard % ranks
         for chunk in own:
             if masks[chunk.ordinal]:
-                slots = {a.OF_RANKS: masks[chunk.ordinal]}
-                flags = [] if chunk.ordinal in begun else [a.FIRST]
-                begun.add(chunk.ordinal)
-                there, found = [r.resource(r.RAM_WINDOW_DKV, r.SUM, chunk.local)], [mine[chunk.ordinal]]
-                self._add(layer, chunk, found, there, slots, flags)
+                self._emit(
+                    a.ADD_DKV,
+                    block.name,
+                    chunk.index,
+                    reads=[mine[chunk.ordinal]],
+                    writes=[r.resource(r.RAM_WINDOW_DKV, r.SUM, chunk.local)],
+                    nbytes=ACTIVATIONS[a.DKV].nbytes(self._plan.problem, block, chunk.end - chunk.start),
+                    slots={a.OF_RANKS: masks[chunk.ordinal]},
+                    flags=[] if chunk.ordinal in self._begun else [a.FIRST],
+                )
+                self._begun.add(chunk.ordinal)
         if self.round:
             self._meet(layer, [r.resource(r.RAM_WINDOW_DKV, r.SUM, chunk.local) for chunk in own], mine)
-
-    def _add(
-        self,
-        layer: int,
-        chunk: Chunk,
-        reads: list[Resource],
-        writes: list[Resource],
-        slots: dict[str, int],
-        flags: list[str],
-    ) -> None:
-        block, tokens = self._plan.blocks[layer], chunk.end - chunk.start
-        nbytes = ACTIVATIONS[a.DKV].nbytes(self._plan.problem, block, tokens)
-        self._emit(
-            a.ADD_DKV, block.name, chunk.index, reads=reads, writes=writes, nbytes=nbytes, slots=slots, flags=flags
-        )
 
     def load_sum(self, layer: int, chunk: Chunk) -> int:
         """Slot with the complete gradients of a chunk's keys and values, pinned."""
@@ -274,8 +265,6 @@ class SharedStreaming(Streaming):
     """Emits the ops of a chunk of such a layer."""
 
     activations: SharedActivations
-    _begun: set[int]
-    """Chunks of the micro-batch for whose keys and values there is a sum."""
 
     def compute(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
         ways = {
@@ -290,7 +279,6 @@ class SharedStreaming(Streaming):
         layer, chunk, activations = task.layer, task.chunk, self.activations
         if task.first:
             activations.next_window()
-            self._begun = set()
         own = activations.own_kv(layer, chunk)
         self.emitting(task)(
             a.LAYER_PUBLISH,
@@ -322,7 +310,7 @@ class SharedStreaming(Streaming):
             activations.store_dkv(layer, other, dkv)
         activations.store_dq(layer, chunk, slots[a.DQ])
         if task.last:
-            activations.add(layer, chunk.micro_batch, self._begun)
+            activations.add(layer, chunk.micro_batch)
 
     def _backward_bottom(self, task: Task, operands: Operands, slots: dict[str, int]) -> None:
         slots[a.DKV] = self.activations.load_sum(task.layer, task.chunk)

@@ -73,8 +73,7 @@ class StateSchedule:
         self.replica = 0
         """Whose gradients the ops are about, of the replicas whose sums are open at once."""
         self.gradient_slot: dict[tuple[str, int], int] = {}
-        """(buffer, replica) -> the slot in which its gradient is being
-        summed; WHOLE where it has memory of its own."""
+        """(buffer, replica) -> the slot in which its gradient is being summed; WHOLE where it has memory of its own."""
         self._begun: set[tuple[str, int]] = set()
         """Those of whose gradient there is a sum, in the step being emitted."""
 

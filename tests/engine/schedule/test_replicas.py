@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks_replay import Rank, carry_out
 from samples import sampled
-from schedule_replay import races
 from small_problems import problem, some_plan
 
 from penstock.engine.plan.plan import Plan
-from penstock.engine.plan.problem import RING_PARTS, PlanOptions
+from penstock.engine.plan.problem import PlanOptions
 from penstock.engine.schedule import actions as a
 from penstock.engine.schedule.builder import ScheduleBuilder
 from penstock.engine.schedule.ops import Op
@@ -40,45 +40,6 @@ def ops_of(plan: Plan, rank: int) -> list[Op]:
     return ops + builder.finish(commit=True)
 
 
-class Rank:
-    """Carries out its ops one lane as far as it gets, and another; what it waits for is as the runtime has it."""
-
-    def __init__(self, number: int, ops: list[Op], all_ranks: list["Rank"]) -> None:
-        self.number, self._all = number, all_ranks
-        self.queues: dict[str, list[Op]] = defaultdict(list)
-        for op in reversed(ops):
-            self.queues[op.lane].append(op)
-        self.left = {op.id for op in ops}
-        self.handed_over = self.freed = self.updated = 0
-        self.ring: dict[int, tuple[str, int, int]] = {}
-        self.added: list[tuple[str, int]] = []
-        self.sums: dict[str, list[str]] = defaultdict(list)
-
-    def ready(self, op: Op) -> bool:
-        if any(dep in self.left for dep in op.deps):
-            return False
-        if op.action is a.HAND_OVER and a.FREED_BY in op.slots:
-            return self._all[op.slots[a.FREED_BY]].freed >= op.slots[a.SEQUENCE] + 1 - RING_PARTS
-        if op.action is a.ADD_GRADIENT:
-            return all(r is self or r.handed_over > op.slots[a.SEQUENCE] for r in self._all)
-        if op.action is a.AWAIT_WEIGHTS:
-            self.updated = op.slots[a.SEQUENCE]
-            return all(r.updated >= op.slots[a.SEQUENCE] for r in self._all)
-        return True
-
-    def perform(self, op: Op) -> None:
-        self.left.discard(op.id)
-        part = (op.block, op.index, op.slots.get(a.SEQUENCE, -1))
-        if op.action is a.HAND_OVER:
-            self.ring[op.slots[a.RING]] = part
-        elif op.action is a.SIGNAL_GRADIENT:
-            self.handed_over = op.slots[a.SEQUENCE] + 1
-        elif op.action is a.ADD_GRADIENT:
-            assert all(rank.ring[op.slots[a.RING]] == part for rank in self._all), "all ranks' same part is there"
-            self.freed = op.slots[a.SEQUENCE] + 1
-            self.added.append((op.block, op.index))
-
-
 @sampled(20, 100)
 @given(
     shapes,
@@ -95,15 +56,8 @@ def test_every_part_is_added_once_and_nobody_waits_in_vain(
         return
     plan = plan_of(shape, ranks, rounds, each, group)
     everyone: list[Rank] = []
-    for number in range(ranks):
-        ops = ops_of(plan, number)
-        assert list(races(ops)) == []
-        everyone.append(Rank(number, ops, everyone))
-    while lanes := [(rank, queue) for rank in everyone for queue in rank.queues.values() if queue]:
-        able = [(rank, queue) for rank, queue in lanes if rank.ready(queue[-1])]
-        assert able, "every rank waits for another one"
-        rank, queue = chance.choice(able)
-        rank.perform(queue.pop())
+    everyone += [Rank(number, ops_of(plan, number), everyone) for number in range(ranks)]
+    carry_out(everyone, chance)
     trained = {name: buffer for name, buffer in plan.buffers.items() if not buffer.frozen}
     users = {name: sum(name in block.buffers for block in plan.blocks) for name in trained}
     for rank in everyone:

@@ -8,10 +8,11 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+import ranks_replay
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from ranks_replay import carry_out
 from samples import sampled
-from schedule_replay import races
 from small_problems import problem, some_plan
 
 from penstock.engine.plan.chunks import Streams, filled_streams, own, streams
@@ -91,19 +92,15 @@ def plan_of(shape: dict[str, Any], ranks: int, rounds: int, chunk_tokens: int) -
     return some_plan(problem(**more | {"kv_window": "auto"} | shape), PlanOptions(recompute=recompute))
 
 
-class Rank:
-    """Carries out its ops one lane as far as it gets, and another. A place holds what was written there last."""
+class Rank(ranks_replay.Rank):
+    """One that shares sequences with others. A place holds what was written there last."""
 
     def __init__(
         self, plan: Plan, ops: list[Op], everyone: "list[Rank]", common: tuple[Any, Any], cut: Streams
     ) -> None:
-        self.plan, self._all, self.streams, self.taken = plan, everyone, cut, 0
+        super().__init__(plan.rank, ops, everyone)
+        self.everyone, self.plan, self.streams, self.taken, self.met = everyone, plan, cut, 0, 0
         self.windows, self.handed_on = common
-        self.queues: dict[str, list[Op]] = defaultdict(list)
-        for op in reversed(ops):
-            self.queues[op.lane].append(op)
-        self.left = {op.id for op in ops}
-        self.met = self.handed_over = self.freed = self.updated = 0
         self.posted: set[int] = set()
         self.kv: dict[int, Any] = {}
         """Slot -> (layer, micro-batch, position, step, batch)."""
@@ -118,29 +115,22 @@ class Rank:
         self.attended: dict[Any, list[int]] = defaultdict(list)
 
     def ready(self, op: Op) -> bool:
-        if any(dep in self.left for dep in op.deps):
+        if not super().ready(op):
             return False
         if op.action is a.MEET:
             if op.id not in self.posted:
                 self.posted.add(op.id)
                 self.met += 1
-            return all(other.met >= self.met for other in self._all)
+            return all(other.met >= self.met for other in self.everyone)
         if op.action is a.AWAIT_STATE:
-            return self._all[op.slots[a.OF_RANK]].told >= op.slots[a.SEQUENCE]
-        if op.action is a.HAND_OVER and a.FREED_BY in op.slots:
-            return self._all[op.slots[a.FREED_BY]].freed >= op.slots[a.SEQUENCE] - 7
-        if op.action is a.ADD_GRADIENT:
-            return all(r is self or r.handed_over > op.slots[a.SEQUENCE] for r in self._all)
-        if op.action is a.AWAIT_WEIGHTS:
-            self.updated = op.slots[a.SEQUENCE]
-            return all(r.updated >= op.slots[a.SEQUENCE] for r in self._all)
+            return self.everyone[op.slots[a.OF_RANK]].told >= op.slots[a.SEQUENCE]
         return True
 
     def _of(self, op: Op, ordinal: int) -> tuple[Any, ...]:
         return op.block, self.plan.chunks[op.index].micro_batch, ordinal, op.step, op.batch
 
     def perform(self, op: Op) -> None:
-        self.left.discard(op.id)
+        super().perform(op)
         chunk = self.plan.chunks[op.index] if 0 <= op.index < len(self.plan.chunks) else None
         slot = op.slots.get(a.SLOT, -1)
         if op.action is a.SIGNAL_STATE:
@@ -156,10 +146,6 @@ class Rank:
             beside = self._of(op, ordinals[at])
             assert self.handed_on[op.action.kind, op.slots[a.PLACE]] == beside, "that of the chunk beside it"
             self.taken += 1
-        elif op.action is a.SIGNAL_GRADIENT:
-            self.handed_over = op.slots[a.SEQUENCE] + 1
-        elif op.action is a.ADD_GRADIENT:
-            self.freed = op.slots[a.SEQUENCE] + 1
         elif op.action is a.LAYER_PUBLISH:
             assert chunk is not None
             self.kv[op.slots[a.KV]] = self._of(op, chunk.ordinal)
@@ -183,9 +169,9 @@ class Rank:
         elif op.action is a.ADD_DKV:
             assert chunk is not None
             added = [] if a.FIRST in op.flags else self.sums[chunk.local]
-            for rank in reversed(range(len(self._all))):
+            for rank in reversed(range(len(self.everyone))):
                 if op.slots[a.OF_RANKS] >> rank & 1:
-                    added = [*added, tuple(self._all[rank].partial[chunk.ordinal][chunk.ordinal])]
+                    added = [*added, tuple(self.everyone[rank].partial[chunk.ordinal][chunk.ordinal])]
             self.sums[chunk.local] = added
         elif op.action is a.LOAD[a.DKV]:
             assert chunk is not None
@@ -207,17 +193,8 @@ def carried_out(plan: Plan, chance: random.Random, filled: list[int | None]) -> 
             documents = mine.row_documents[: len(cut)]
             ops += builder.ops(evaluation(mine, step, 1, documents=documents, streams=cut))
         ops += builder.finish(commit=True)
-        assert list(races(ops)) == []
         everyone.append(Rank(mine, ops, everyone, common, cut))
-    ahead, burst = everyone[0], 0
-    while lanes := [(rank, queue) for rank in everyone for queue in rank.queues.values() if queue]:
-        able = [(rank, queue) for rank, queue in lanes if rank.ready(queue[-1])]
-        assert able, "every rank waits for another one"
-        if not burst:  # for a while one of them gets as far as it can
-            ahead, burst = chance.choice(everyone), chance.choice([1, 30, 300])
-        burst -= 1
-        rank, queue = chance.choice([one for one in able if one[0] is ahead] or able)
-        rank.perform(queue.pop())
+    carry_out(everyone, chance)
     return everyone
 
 
