@@ -20,9 +20,10 @@ from typing import Any
 from penstock.engine.config import COMMAND, GrpoConfig, given_fields, reward_function
 from penstock.engine.data.completions import CompletionLoader, Generation
 from penstock.engine.events import REWARD, Observer, Sample, SampleMetrics, ValidationMetrics
-from penstock.engine.generate.decode import Continuation, Decoding, decode
+from penstock.engine.generate.decode import Decoding
 from penstock.engine.generate.text import text_behind
-from penstock.engine.passes import Forward, evaluations
+from penstock.engine.passes import evaluations
+from penstock.engine.samples import continued
 from penstock.engine.schedule.passes import evaluation
 from penstock.engine.session import Session
 from penstock.storage.files.disk import make_folder
@@ -41,21 +42,32 @@ _KEPT = 2
 def sample(session: Session, observer: Observer) -> None:
     """Make the next generation with the weights of the step that has ended, and give it to the loader.
 
-    The step's update is applied block by block under the first pass, and its generation is committed then if that is
-    due. Raises UserError where a reward function does not give rewards.
+    The ranks sample and score in turns; the first one alone gives rewards and keeps files. Raises UserError where a
+    reward function does not give rewards.
     """
-    loader, config, step = session.loader, session.recipe.grpo, session.step
+    loader, config, step, ranks = session.loader, session.recipe.grpo, session.step, session.ranks
     assert isinstance(loader, CompletionLoader)
-    make_folder(loader.folder, loader.folder.parent)
-    documents, (made_by, rewarded_by) = loader.draw(), _made_by(session)
-    generation = Generation.read(loader.folder, step)
-    if generation is None or (generation.made_by, generation.documents) != (made_by, documents):
+    documents = loader.draw()
+
+    def kept() -> tuple[Generation | None, tuple[str, str]]:
+        """What there is of this generation already, with no advantages if these are of other rewards."""
+        make_folder(loader.folder, loader.folder.parent)
+        there, (made_by, rewarded_by) = Generation.read(loader.folder, step), _made_by(session)
+        if there is None or (there.made_by, there.documents) != (made_by, documents):
+            return None, (made_by, rewarded_by)
+        if there.rewarded_by != rewarded_by:
+            there.advantages = []
+        return there, (made_by, rewarded_by)
+
+    generation, (made_by, rewarded_by) = ranks.of_first(kept)
+    if generation is None:
         began = time.perf_counter()
         generation = _sampled(session, documents, config.num_generations, session.step)
         generation.made_by = made_by
         generation.measured["sampling_s"] = time.perf_counter() - began
-        generation.save(loader.folder)
-    if not generation.advantages or generation.rewarded_by != rewarded_by:
+        if ranks.first:
+            generation.save(loader.folder)
+    if not generation.advantages:
         began = time.perf_counter()
         if session.recipe.wants_old_logps:
             generation.old = _log_probabilities(session, generation)
@@ -63,15 +75,22 @@ def sample(session: Session, observer: Observer) -> None:
         if session.recipe.keeps_reference:
             generation.base = _log_probabilities(session, generation, of_reference=True)
             generation.measured["reference_s"], began = time.perf_counter() - began, time.perf_counter()
-        prompts, texts = _reward(session, generation)
-        generation.rewarded_by = rewarded_by
-        totals, generation.advantages = advantages(generation, config, session.recipe.train.objective)
-        measured = _measured(generation, totals, config, config.num_generations)
-        generation.measured |= measured | {"reward_s": time.perf_counter() - began}
-        generation.save(loader.folder)
-        observer.on_sample(_shown(step, prompts, texts, generation, totals))
+        scored = generation
+
+        def give_rewards() -> Generation:
+            prompts, texts = _reward(session, scored)
+            scored.rewarded_by = rewarded_by
+            totals, scored.advantages = advantages(scored, config, session.recipe.train.objective)
+            measured = _measured(scored, totals, config, config.num_generations)
+            scored.measured |= measured | {"reward_s": time.perf_counter() - began}
+            scored.save(loader.folder)
+            observer.on_sample(_shown(step, prompts, texts, scored, totals))
+            return scored
+
+        generation = ranks.of_first(give_rewards)
     loader.begin(generation)
-    _forget(loader, step)
+    if ranks.first:
+        _forget(loader, step)
 
 
 def validate(session: Session) -> ValidationMetrics:
@@ -82,15 +101,18 @@ def validate(session: Session) -> ValidationMetrics:
     copies = config.num_validated
     documents = [document for document in loader.held_out for _ in range(copies)]
     generation = _sampled(session, documents, copies, _VALIDATION)
-    _reward(session, generation)
-    totals = rewarded(generation, config)
+
+    def measured() -> dict[str, float]:
+        _reward(session, generation)
+        return _measured(generation, rewarded(generation, config), config, copies)
+
     return ValidationMetrics(
         step=session.step,
         loss=None,
         tokens=sum(map(len, generation.completions)),
+        measured=session.ranks.of_first(measured),
         seconds=time.perf_counter() - began,
         time=time.time(),
-        measured=_measured(generation, totals, config, copies),
     )
 
 
@@ -116,17 +138,8 @@ def _sampled(session: Session, documents: Sequence[int], copies: int, draw: int)
         seed=session.recipe.train.seed * 2**32 + draw,
         stop_ids=session.stop_ids,
     )
-    new_tokens = config.max_completion_length
     prompts = [corpus.tokens[corpus.starts[i] : corpus.starts[i + 1]].tolist() for i in documents[::copies]]
-    commit = session.commit_due(session.step) or session.is_over
-    result: list[Continuation] = []
-    at_once = space.at_once(copies)
-    for at in range(0, len(prompts), at_once):
-        some = prompts[at : at + at_once]
-        lengths = [len(prompt) + new_tokens for prompt in some]
-        due = commit and session.builder.uncommitted
-        forward = Forward(session, lengths, copies=copies, new_tokens=new_tokens, commit=due)
-        result += decode(forward, some, decoding, copies=copies, first=at * copies)
+    result = continued(session, prompts, decoding, copies=copies, at_once=space.at_once(copies))
     completions = [one.ids + ([] if one.end is None else [one.end]) for one in result]
     return Generation(
         step=session.step,
@@ -154,14 +167,14 @@ def _reward(session: Session, generation: Generation) -> tuple[list[Any], list[s
 
 def _log_probabilities(session: Session, generation: Generation, *, of_reference: bool = False) -> list[list[float]]:
     """Of each token of the completions, by the present weights, or by the model that the run began with."""
-    loader, size = session.loader, session.plan.group
+    loader, size, ranks = session.loader, session.plan.group, session.ranks
     assert isinstance(loader, CompletionLoader)
     batches = loader.batches(generation, range(len(generation.completions)))
-    passes = (batches[at : at + size] for at in range(0, len(batches), size))
-    found: list[float] = []
+    passes = [batches[at : at + size] for at in range(0, len(batches), size)]
     first, build = _FIRST_PASS + of_reference * len(batches), partial(evaluation, of_reference=of_reference)
-    for data in evaluations(session, passes, first=first, build=build):
-        found += data.scores.tolist()
+    own = evaluations(session, passes[ranks.rank :: ranks.count], first=first, build=build)
+    of_rank = ranks.all_of([data.scores.tolist() for data in own])
+    found = [score for i in range(len(passes)) for score in of_rank[i % ranks.count][i // ranks.count]]
     masked = session.recipe.grpo.mask_truncated_completions
     result, at = [], 0
     for ids, ended in zip(generation.completions, generation.ended, strict=True):

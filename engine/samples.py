@@ -7,9 +7,11 @@ that writes samples computes the same bits as one of the same plan that does not
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.engine.events import Sample, SampleMetrics
-from penstock.engine.generate.decode import Decoding, decode
+from penstock.engine.generate.decode import Continuation, Decoding, decode
 from penstock.engine.passes import Forward
 from penstock.engine.session import Session
 
@@ -21,11 +23,7 @@ def due(session: Session) -> bool:
 
 
 def write(session: Session) -> SampleMetrics:
-    """Write the samples with the weights of the step that has ended.
-
-    Its update is applied block by block under the first pass, as it would be under the next step's forward, and its
-    generation is committed then if that is due.
-    """
+    """Write the samples with the weights of the step that has ended."""
     prompts = session.prompts
     assert prompts is not None
     started, config = time.perf_counter(), prompts.config
@@ -36,9 +34,7 @@ def write(session: Session) -> SampleMetrics:
         seed=config.seed,
         stop_ids=prompts.stop_ids,
     )
-    committed = session.commit_due(session.step) or session.is_over
-    forward = Forward(session, prompts.lengths, commit=committed and session.builder.uncommitted)
-    result = decode(forward, prompts.ids, decoding)
+    result = continued(session, prompts.ids, decoding)
     return SampleMetrics(
         step=session.step,
         samples=[
@@ -53,3 +49,32 @@ def write(session: Session) -> SampleMetrics:
         seconds=time.perf_counter() - started,
         time=time.time(),
     )
+
+
+def continued(
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    copies: int = 1,
+    at_once: int | None = None,
+) -> list[Continuation]:
+    """`copies` continuations of each prompt side by side, by the weights of the step that has ended, of at most
+    `at_once` prompts at a time; on every rank those of all.
+
+    The step's update is applied block by block under each rank's first pass, as it would be under the next step's
+    forward, and its generation is committed then if that is due.
+    """
+    ranks, committed = session.ranks, session.commit_due(session.step) or session.is_over
+    groups = session.plan.problem.divided(len(prompts), at_once or len(prompts))
+    own, found = groups[ranks.rank :: ranks.count], []
+    for members in own or groups[:1]:
+        some, how = prompts[members.start : members.stop], decoding
+        if not own:  # it does what the others do under their first pass, and no more
+            some, how = some[:1], replace(decoding, new_tokens=1)
+        lengths, new_tokens = [len(prompt) + how.new_tokens for prompt in some], how.new_tokens if copies > 1 else 0
+        due = committed and session.builder.uncommitted
+        forward = Forward(session, lengths, copies=copies, new_tokens=new_tokens, commit=due)
+        found.append(decode(forward, some, how, copies=copies, first=members.start * copies))
+    of_rank = ranks.all_of(found if own else [])
+    return [one for i in range(len(groups)) for one in of_rank[i % ranks.count][i // ranks.count]]

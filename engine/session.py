@@ -39,7 +39,7 @@ from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.rewards.rewards import Rewards
 from penstock.engine.runtime.batch import BatchCarrier, StepData
 from penstock.engine.runtime.compute import Compute
-from penstock.engine.runtime.exchange import KINDS, Committing, Exchange
+from penstock.engine.runtime.exchange import KINDS, TABLES, Committing, Exchange
 from penstock.engine.runtime.executor import GPU_LANES
 from penstock.engine.runtime.failures import explain
 from penstock.engine.runtime.guard import MemoryGuard
@@ -160,16 +160,25 @@ class Session:
                 raise explain(error, None, plan) or error from error
             counters: Counters | None = None
             shared: HostArena | None = None
+            tables: dict[str, torch.Tensor] = {}
             if ranks.count > 1:
                 own = {"counters": 8 * len(KINDS) * ranks.count, "checksums": 16 * store.num_parts()}
                 own["traffic"] = 16 * ranks.count * len(store.drives)
+                balance, size = compute.runner.layers.balance, 8 * ranks.count
+                wide = {
+                    "routes": 0 if balance is None else balance.counts.numel(),
+                    "ratios": plan.problem.micro_batches,
+                }
+                own |= {table: size * wide[table] for table in TABLES if wide[table]}
                 shared = shared_arena(ranks, own | shared_slots(plan))
                 counters = Counters(shared.slot("counters", own["counters"]), ranks.check)
                 checksums = shared.slot("checksums", own["checksums"]).view(torch.int64).view(2, -1)
                 moved = shared.slot("traffic", own["traffic"]).view(torch.int64)
                 self._moved = moved.view(ranks.count, len(store.drives), 2)
+                for table in set(TABLES) & set(own):
+                    tables[table] = shared.slot(table, own[table]).view(torch.float64).view(ranks.count, -1)
             self.ram: RamMemory = allocate_ram(plan, shared)
-            self.exchange = Exchange(plan, self.ram, counters)
+            self.exchange = Exchange(plan, self.ram, counters, tables)
             if ranks.count > 1:
                 store.share(Committing(self.exchange), checksums)
         if device.type == "cuda":

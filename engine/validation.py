@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock.engine import rollouts
@@ -48,16 +49,20 @@ def validate(session: Session) -> ValidationMetrics:
     weight, tokens = 0.0, 0
     losses: list[float] = []
     right = 0
+    together: list[tuple[Sequence[MicroBatch], _Result]] = []
     for micro_batches, result in _evaluated(session, session.validation, committed):
         losses += result.losses
         weight += sum(total_weight(m.labels, m.weights) for m in micro_batches)
         tokens += sum(m.num_targets for m in micro_batches)
         right += int(result.right.sum())
         if objective.compares:
-            totals = session.validation.totals
-            found.add(objective.measure(sequences_of(micro_batches, result.scores, totals, result.statistics)))
+            together.append((micro_batches, result))
+            if not objective.mismatched:  # else each answer is compared with all of the others
+                _measure(session, together, found)
         if tally is not None:
             tally.add(micro_batches, result.right)
+    if together:
+        _measure(session, together, found)
     total = math.fsum(losses)
     return ValidationMetrics(
         step=step,
@@ -69,6 +74,17 @@ def validate(session: Session) -> ValidationMetrics:
         recall=None if tally is None else tally.recall(),
         measured=found.metrics,
     )
+
+
+def _measure(session: Session, passes: list[tuple[Sequence[MicroBatch], _Result]], found: Found) -> None:
+    """Add what the objective finds of the answers in some passes, and forget these."""
+    assert session.validation is not None
+    micro_batches = [m for some, _ in passes for m in some]
+    results = [result for _, result in passes]
+    scores = torch.cat([result.scores for result in results])
+    statistics = {name: torch.cat([each.statistics[name] for each in results]) for name in results[0].statistics}
+    found.add(session.objective.measure(sequences_of(micro_batches, scores, session.validation.totals, statistics)))
+    passes.clear()
 
 
 class _Result(NamedTuple):

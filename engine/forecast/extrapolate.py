@@ -79,14 +79,16 @@ def evaluation_spent(plan: Plan, on: Conditions, *, of_reference: bool = False, 
 
 
 def estimate_samples(plan: Plan, on: Conditions, *, new_tokens: int, full: bool = False) -> float:
-    """Seconds of a step's samples: a pass over the prompts, and one for each further token, as it is halfway
-    through."""
+    """Seconds of a step's samples: of each group of prompts a pass over these, and one for each further token, as it is
+    halfway through."""
     space = plan.problem.samples
     assert space is not None
-    rows, mean = len(space.lengths), sum(space.lengths) // len(space.lengths)
+    count, total = len(space.lengths), sum(space.lengths)
+    mean, groups = total // count, plan.problem.divided(count, count)
+    rows, times = len(groups[0]), -(-len(groups) // plan.problem.ranks)
     first = sampling_spent(plan, on, rows, mean - new_tokens, full=full)
     later = later_spent(plan, on, rows, mean - new_tokens // 2, full=full)
-    return first.seconds + (new_tokens - 1) * later.seconds
+    return times * (first.seconds + (new_tokens - 1) * later.seconds)
 
 
 def estimate_completions(plan: Plan, on: Conditions, *, prompts: int, copies: int, full: bool = False) -> float:
@@ -94,9 +96,9 @@ def estimate_completions(plan: Plan, on: Conditions, *, prompts: int, copies: in
     by side as the plan has room for, if each has all its tokens."""
     space = plan.problem.samples
     assert space is not None
-    at_once, space = space.at_once(copies), replace(space, copies=copies)
+    groups, space = plan.problem.divided(prompts, space.at_once(copies)), replace(space, copies=copies)
     half, total = space.new_tokens // 2, 0.0
-    for count, times in Counter(min(at_once, prompts - at) for at in range(0, prompts, at_once)).items():
+    for count, times in Counter(map(len, groups[:: plan.problem.ranks])).items():
         read_first = count if space.shared else count * space.copies
         first = sampling_spent(plan, on, read_first, space.prompt_tokens, full=full)
         sequences, tokens, rows = count * space.copies, space.prompt_tokens + half, count * space.rows_of_prompt(half)

@@ -188,7 +188,7 @@ class PlanRequest:
             longest = min(recipe.prompt_room, self.longest_prompt or recipe.prompt_room)
             space = replace(
                 space,
-                prompts=recipe.prompts_per_generation,
+                prompts=-(-recipe.prompts_per_generation // (recipe.train.replicas or 1)),
                 copies=copies,
                 prompt_tokens=longest,
                 new_tokens=new,

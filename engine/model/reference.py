@@ -22,7 +22,7 @@ from penstock.engine.model.images import Images
 from penstock.engine.model.layers import LayerInputs
 from penstock.engine.model.recurrence import Segment, States
 from penstock.engine.model.runner import ModelRunner
-from penstock.engine.model.sequences import coefficients, sequences_of, totals_of
+from penstock.engine.model.sequences import coefficients, mismatched_sums, sequences_of, totals_of, with_divergence
 from penstock.engine.model.skeleton import weight_dtype
 from penstock.engine.model.spec import EMBED, HEAD, VISION, ModelSpec, depths, layouts
 from penstock.engine.model.tokens import (
@@ -205,6 +205,9 @@ def forward_backward(
         scores = [runner.evaluate(here, x, tokens, logits_bytes, heat, names).scores for x, tokens in pairs]
         logps, *statistics = torch.cat(scores, dim=1).cpu()
         whole = sequences_of(streams, logps, totals_of(streams, objective), dict(zip(names, statistics, strict=True)))
+        if objective.mismatched:
+            totals = with_divergence(whole.totals, streams, mismatched_sums(streams, whole))
+            whole = whole._replace(totals=totals)
         made, measured = coefficients(objective, whole)
         found.add(measured)
         parts = made.to(runner.device).split([of_chunk.shape[1] for of_chunk in scores])

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from penstock.engine.model.tokens import MicroBatch, targets
 from penstock.engine.objectives.base import Objective
-from penstock.engine.objectives.sequences import CHOSEN, REJECTED, SIDE, Measured, Sequences, Totals
+from penstock.engine.objectives.pairs import answers
+from penstock.engine.objectives.sequences import (
+    CHOSEN,
+    MISMATCHED,
+    REJECTED,
+    SIDE,
+    Measured,
+    Sequences,
+    Totals,
+    exact_sum,
+)
 
 
 def totals_of(streams: Sequence[MicroBatch], objective: Objective) -> Totals:
@@ -55,6 +65,20 @@ def sequences_of(
         first,
         totals,
     )
+
+
+def mismatched_sums(streams: Sequence[MicroBatch], sequences: Sequences) -> Tensor:
+    """float64 [streams]: of the answers to other prompts in each, `sequences` of which are given, the log-ratios to the
+    reference model added up."""
+    counts = [int((stream.columns[SIDE] == MISMATCHED).sum()) for stream in streams]
+    ratios = answers(sequences, MISMATCHED).ratios.detach().split(counts)
+    return torch.tensor([exact_sum(each.tolist()) for each in ratios], dtype=torch.float64)
+
+
+def with_divergence(totals: Totals, streams: Sequence[MicroBatch], sums: Tensor) -> Totals:
+    """The totals of a step with these streams, of which `sums` are the mismatched sums, in any order."""
+    count = sum(int((stream.columns[SIDE] == MISMATCHED).sum()) for stream in streams)
+    return totals._replace(divergence=exact_sum(sums.tolist()) / count)
 
 
 def coefficients(objective: Objective, sequences: Sequences) -> tuple[Tensor, Measured]:

@@ -17,7 +17,13 @@ def measure(given: Sequences, options: PreferenceConfig) -> Measured:
     metrics |= {"logps/chosen": wanted.logps, "logps/rejected": unwanted.logps}
     kl = torch.zeros((), dtype=torch.float64)
     if options.loss_type != "apo_zero_unpaired":
-        kl = answers(given, MISMATCHED).ratios.detach().mean().clamp(min=0)
+        of_step = given.totals.divergence
+        mean = (
+            answers(given, MISMATCHED).ratios.detach().mean()
+            if of_step is None
+            else torch.tensor(of_step, dtype=torch.float64)
+        )
+        kl = mean.clamp(min=0)
         metrics["kl"] = kl[None]
     gains = 1 - torch.sigmoid(options.beta * (wanted.ratios - kl))
     losses = 1 - torch.sigmoid(options.beta * (kl - unwanted.ratios))

@@ -30,6 +30,8 @@ class Totals(NamedTuple):
     """Pairs, or answers with a verdict."""
     chosen: float
     """Sum of the weights of the targets of chosen answers."""
+    divergence: float | None = None
+    """Mean of the log-ratios of answers to other prompts, nats; None: those that are given are all there are."""
 
 
 class Sequences(NamedTuple):
@@ -117,15 +119,15 @@ class Found:
     @property
     def loss(self) -> float:
         """Exactly rounded: the same however a step is cut into parts."""
-        return _sum(self._losses)
+        return exact_sum(self._losses)
 
     @property
     def metrics(self) -> dict[str, float]:
         """By name; exactly rounded as well."""
         found = {name: values for name, values in self._values.items() if values}
-        return {n: EXTREMES[n](all_) if n in EXTREMES else _sum(all_) / len(all_) for n, all_ in found.items()}
+        return {n: EXTREMES[n](all_) if n in EXTREMES else exact_sum(all_) / len(all_) for n, all_ in found.items()}
 
 
-def _sum(values: Sequence[float]) -> float:
-    """NaN where one is not finite."""
+def exact_sum(values: Sequence[float]) -> float:
+    """Exactly rounded, in whatever order; NaN where one is not finite."""
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan

@@ -382,6 +382,12 @@ class PlanInput:
         multiple = self.replica_micro_batches if self.adds_replicas else 1
         return min(self.micro_batches, -(-wanted // multiple) * multiple)
 
+    def divided(self, count: int, at_once: int) -> list[range]:
+        """So many prompts in groups that are continued side by side, at most `at_once` in each; ranks take them in
+        turns. There is one for each replica if there are prompts enough, whatever the number of ranks."""
+        size = min(at_once, -(-count // self.replicas))
+        return [range(at, min(at + size, count)) for at in range(0, count, size)]
+
     @property
     def ring_bytes(self) -> int:
         """RAM of the ring through which a rank hands its gradients to their owners, and of what all ranks note of a

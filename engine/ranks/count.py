@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.engine.config import SAMPLED, Recipe
+from penstock.engine.config import Recipe
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.objectives.base import find_objective
 from penstock.storage.files.errors import UserError
@@ -79,10 +79,6 @@ def why_not(recipe: Recipe, spec: ModelSpec | None = None) -> str | None:
     """Why a run cannot have several replicas, in words that follow "train.replicas: "; None: it can."""
     train = recipe.train
     objective = find_objective(recipe)
-    if train.objective in SAMPLED:
-        return f"train.objective={train.objective} samples its completions on one GPU"
-    if objective.mismatched:
-        return f"train.objective={train.objective} compares each answer with others of the whole step"
     if objective.whole_sequences and train.sharded:
         return f"train.objective={train.objective} needs whole sequences; train.parallel=data gives GPUs these"
     if train.gradient_dtype != "float32":
@@ -93,8 +89,6 @@ def why_not(recipe: Recipe, spec: ModelSpec | None = None) -> str | None:
         return reason + "; train.parallel=data divides the step's sequences instead" * train.divides_batch
     if spec is not None and spec.vision is not None:
         return "the vision tower is trained on one GPU (model.train_vision)"
-    if spec is not None and spec.balances_routers(train.router_aux_loss):
-        return "the routers' balance is one loss over all of a step's tokens (train.router_aux_loss=0 turns it off)"
     return None
 
 

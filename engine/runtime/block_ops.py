@@ -74,7 +74,7 @@ class BlockOps:
         self._coefficients: Coefficients | None = None
         if objective.whole_sequences:
             fetch = partial(self._to_host, self._scores, self._scores_on_host)
-            self._coefficients = Coefficients(views, objective, self._scores_on_host, self._starts, fetch)
+            self._coefficients = Coefficients(views, objective, exchange, self._scores_on_host, self._starts, fetch)
 
     # ------------------------------------------------------------------ blocks
 

@@ -1,5 +1,5 @@
-"""What ranks (engine/ranks) give each other during a step: gradients through rings, losses, norms, and word of what
-is done.
+"""What ranks (engine/ranks) give each other during a step: gradients through rings, losses, norms, counts, and word of
+what is done.
 
 All ranks emit the same ops on gradients and updates in the same order, so that a number says which part is meant, and
 no rank can wait for one that waits for it: of all ops that wait, the first in program order never has to.
@@ -22,16 +22,22 @@ from penstock.engine.schedule.ops import Op
 from penstock.storage.tier.layout import ALIGN_NUMEL
 from penstock.storage.tier.shared import Counters
 
-KINDS = ("handed over", "freed", "updated", "step", "committing", "layer", "handed on")
+KINDS = ("handed over", "freed", "updated", "step", "committing", "layer", "handed on", "routes", "ratios")
 """Of counters; each rank has one of each."""
+TABLES = ("routes", "ratios")
+"""Of numbers of all ranks that backward needs: where routers send a step's tokens, and KTO's ratios."""
 
 
 class Exchange:
     """One rank's side of it; alone, it has nobody to wait for."""
 
-    def __init__(self, plan: Plan, ram: RamMemory, counters: Counters | None) -> None:
-        """`counters`: of all ranks, KINDS times their number; None for the only one."""
+    def __init__(
+        self, plan: Plan, ram: RamMemory, counters: Counters | None, tables: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`counters`: of all ranks, KINDS times their number; None for the only one. `tables`: of TABLES those that are
+        needed, float64 [ranks, what each has], in shared memory."""
         self._plan, self.rank, self._ram, self._counters = plan, plan.rank, ram, counters
+        self._tables = tables or {}
         self.count = plan.problem.ranks
         self._met: Counter[str] = Counter()
         self._first_part: dict[str, int] = {}
@@ -112,6 +118,17 @@ class Exchange:
                 else:
                     total.copy_(found)
                 begun = True
+
+    # ------------------------------------------------------------------ numbers that backward needs
+
+    def of_all(self, table: str, own: Tensor) -> Tensor:
+        """A table of all ranks' numbers, float64 [ranks, n], once each has given its `own` [n], once a step. Nobody
+        gives those of the next step before all have these: the end of a step lies between."""
+        if self.count == 1:
+            return own.double().cpu()[None]
+        self._tables[table][self.rank] = own
+        self.meet(table)
+        return self._tables[table].clone()
 
     # ------------------------------------------------------------------ the end of a step
 

@@ -17,6 +17,7 @@ from penstock.engine.model.spec import AttentionShape
 from penstock.engine.plan.activations import ACTIVATIONS
 from penstock.engine.plan.chunks import Chunk
 from penstock.engine.plan.plan import offloaded_graph_bytes
+from penstock.engine.runtime.exchange import Exchange
 from penstock.engine.runtime.handlers import handles
 from penstock.engine.runtime.idle import Idle
 from penstock.engine.runtime.views import Views, keys_and_values, laid_out
@@ -37,8 +38,8 @@ class _Waiting:
 class LayerOps:
     """All compute ops run on one lane, in the schedule's order."""
 
-    def __init__(self, views: Views, idle: Idle | None = None) -> None:
-        self._views, self._idle = views, idle
+    def __init__(self, views: Views, idle: Idle | None, exchange: Exchange) -> None:
+        self._views, self._idle, self._exchange = views, idle, exchange
         self._plan, self._gpu = views.plan, views.gpu
         self._layers, self._dtype = views.runner.layers, views.dtype
         self._shapes = views.runner.spec.attention
@@ -116,15 +117,17 @@ class LayerOps:
         balance = self._layers.balance
         if balance is None:
             return
-        batch, chunk = self._views.batch(op), self._views.chunk(op)
-        filled = [m.num_filled for m in batch.micro_batches]
+        views, chunk = self._views, self._views.chunk(op)
         if op.action.phase == "forward" and op.step != self._counted_step:
             balance.begin()
             self._counted_step = op.step
         elif op.action.phase == "backward" and op.step != self._settled_step:
-            balance.settle(sum(filled))
+            if self._exchange.count > 1:
+                balance.counts.copy_(self._exchange.of_all("routes", balance.counts).sum(0))
+            balance.settle(sum(m.num_filled for m in views.steps[op.step].whole))
             self._settled_step = op.step
-        rows = max(0, min(filled[chunk.micro_batch], chunk.end) - chunk.start)
+        filled = views.batch(op).micro_batches[chunk.micro_batch].num_filled
+        rows = max(0, min(filled, chunk.end) - chunk.start)
         balance.watch(rows, counting=op.action.phase == "forward")
 
     # ------------------------------------------------------------------ layers

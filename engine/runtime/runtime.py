@@ -52,8 +52,8 @@ class Runtime:
         self._views = Views(plan, runner, gpu, ram)
         self._samples_passes = 0
         self.idle = self._idle(train)
-        self.layer_ops = LayerOps(self._views, self.idle)
         exchange = exchange or Exchange(plan, ram, None)
+        self.layer_ops = LayerOps(self._views, self.idle, exchange)
         self._block_ops = BlockOps(self._views, optimizer, store, train, logits_bytes, self.idle, objective, exchange)
         state_ops = StateOps(self._views, optimizer, store, commit, self.idle, exchange)
         self.sample_ops = SampleOps(self._views, logits_bytes)

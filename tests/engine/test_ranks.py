@@ -78,6 +78,10 @@ SHARING: dict[str, dict[str, Any]] = {
         "t": training(**SHARED, **tiny.GROUPS),
         "m": tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS),
     },
+    "balanced routers": {
+        "t": training(**SHARED, router_aux_loss=0.5),
+        "m": tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS),
+    },
     "states": {"t": training(**SHARED), "m": tiny.model(model_type="qwen3_next", overrides=tiny.HYBRID)},
     "an adapter on nf4": {
         "t": training(**SHARED),
@@ -110,10 +114,11 @@ def preferred(ranks: Ranks, folder: Path, settings: dict[str, Any]) -> tuple[str
         return tiny.digest(session.store), [(m.loss, m.grad_norm, m.measured, m.tokens) for m in metrics]
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "reward", "sequence_mean"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "reward", "sequence_mean", "kto"])
 def test_preferences_are_those_of_one(tmp_path: Path, objective: str) -> None:
     """With the reference's log-probabilities from passes that the ranks take in turns."""
-    path = comparisons.write(tmp_path / "rows.jsonl", comparisons.pairs(24))
+    rows = comparisons.verdicts(24) if objective == "kto" else comparisons.pairs(24)
+    path = comparisons.write(tmp_path / "rows.jsonl", rows)
     settings: dict[str, Any] = {"t": training(objective=objective), "m": tiny.model(vocab_size=None)}
     settings["d"] = comparisons.data(path, sequence_length=256)
     if objective == "sequence_mean":

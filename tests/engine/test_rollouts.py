@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from killed import die_at_call
+from ranked import ranked
 from samples import samples
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +29,7 @@ from penstock.engine.hf.config import model_config
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.opening import first_values
 from penstock.engine.plan import planner
+from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.rewards.rewards import Rewards
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.checkpoints import read_checkpoint, resolve_checkpoint
@@ -54,12 +56,20 @@ def letters(completions, wanted, **_):
 STEPS = 5
 
 
-def run(folder: Path, observer: tiny.Silent, *, resume: bool = False, reward: str = REWARD, **changes: Any) -> None:
+def run(
+    folder: Path,
+    observer: tiny.Silent,
+    *,
+    resume: bool = False,
+    reward: str = REWARD,
+    ranks: Ranks = ALONE,
+    **changes: Any,
+) -> None:
     """Steps on completions of twelve tokens at most, two steps for each generation, on a budget in which weights and
     state are on NVMe."""
     if not resume:
         (folder.with_suffix(".py")).write_text(reward)
-    tiny.train_run(folder, observer, resume=resume, **sections(folder, **changes))
+    tiny.train_run(folder, observer, resume=resume, ranks=ranks, **sections(folder, **changes))
 
 
 def sections(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -82,14 +92,41 @@ def sections(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def outcome(folder: Path, observer: tiny.Silent) -> tuple[Any, ...]:
     """What a run comes to, but for how long it took."""
+    return *reported(observer), tiny.digest_of(folder)
+
+
+def reported(observer: tiny.Silent) -> tuple[Any, ...]:
     last = {name: value for name, value in observer.metrics[-1].measured.items() if not name.endswith("_s")}
     validated = observer.validations[-1].measured if observer.validations else {}
-    return last, validated, observer.metrics[-1].loss, tiny.digest_of(folder)
+    return last, validated, observer.metrics[-1].loss
+
+
+def run_ranked(ranks: Ranks, folder: Path, changes: dict[str, Any]) -> tuple[Any, ...]:
+    observer = tiny.Silent()
+    run_validated(folder, observer, ranks=ranks, **changes)
+    return reported(observer)
+
+
+REPLICAS: dict[str, Any] = {"micro_batch_size": 2, "replicas": 4}
+"""More than there are prompts of a generation."""
+
+
+@pytest.mark.parametrize("objective", ["grpo", "rloo"])
+def test_ranks_sample_and_score_in_turns(tmp_path: Path, objective: str) -> None:
+    """Steps, validations and state are those of one; a rank without a prompt does no harm."""
+    train = VALIDATED | REPLICAS | {"objective": objective}
+    changes: dict[str, Any] = {"train": train, "beta": 0.2, "budgets": BudgetConfig(gpu="64MiB", ram="64MiB")}
+    found = []
+    for count in (1, 2, 4):
+        first, *others = ranked(count, run_ranked, tmp_path / str(count), changes)
+        assert all(each == first for each in others)
+        found.append((*first, tiny.digest_of(tmp_path / str(count))))
+    assert found[0] == found[1] == found[2]
 
 
 def run_validated(folder: Path, observer: tiny.Silent, *, resume: bool = False, **changes: Any) -> None:
     """With rewards of two held-out prompts out of three."""
-    changes |= {"train": VALIDATED, "data": {"validation_documents": 3}, "num_generations_eval": 2}
+    changes = {"train": VALIDATED} | changes | {"data": {"validation_documents": 3}, "num_generations_eval": 2}
     run(folder, observer, resume=resume, **changes)
 
 

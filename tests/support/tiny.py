@@ -157,13 +157,18 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def train_run(
-    run_dir: Path, observer: Silent, *, resume: bool = False, checkpoint: str | None = None, **changes: Any
+    run_dir: Path,
+    observer: Silent,
+    *,
+    resume: bool = False,
+    checkpoint: str | None = None,
+    ranks: Ranks = ALONE,
+    **changes: Any,
 ) -> Any:
     """Train a tiny run, six steps with a generation each unless `changes` of its sections say otherwise."""
     sections: dict[str, Any] = {"train": training(steps=6), "storage": storage(checkpoint_every=1)}
-    return train(
-        recipe(**(sections | changes)), run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint
-    )
+    asked = recipe(**(sections | changes))
+    return train(asked, run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint, ranks=ranks)
 
 
 @cache
