@@ -87,8 +87,6 @@ def why_not(recipe: Recipe, spec: ModelSpec | None = None) -> str | None:
         return "train.skip_idle_experts skips what no token of one GPU is sent to"
     if train.sharded and (reason := _why_not_sharded(recipe, spec)) is not None:
         return reason + "; train.parallel=data divides the step's sequences instead" * train.divides_batch
-    if spec is not None and spec.vision is not None:
-        return "the vision tower is trained on one GPU (model.train_vision)"
     return None
 
 
@@ -102,6 +100,8 @@ def _why_not_sharded(recipe: Recipe, spec: ModelSpec | None) -> str | None:
         return "no graphs are kept of a sequence that GPUs share (train.activation_checkpointing=none)"
     if train.kv_window == "whole":
         return "keys and values that GPUs give one another are streamed (train.kv_window=whole)"
+    if spec is not None and spec.vision is not None:
+        return "a vision tower that is trained needs the gradients of all of an image's tokens (model.train_vision)"
     if spec is not None and spec.whole_documents:
         return f"the state of {spec.model_type} cannot be handed from GPU to GPU"
     if spec is not None and any(map(all, zip(spec.states, spec.attention, strict=False))):

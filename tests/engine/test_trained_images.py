@@ -11,6 +11,7 @@ import tiny
 import torch
 from image_models import COLOURS, make_image_model
 from image_runs import rows, sections
+from ranked import ranked
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -20,6 +21,7 @@ from penstock.engine.data.text.images import ImageProcessor
 from penstock.engine.export import export
 from penstock.engine.model.anatomy import take_apart
 from penstock.engine.model.images import BOTH_WAYS
+from penstock.engine.ranks.ranks import Ranks
 from penstock.engine.run_files import INPUTS
 from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
@@ -141,6 +143,22 @@ def test_however_it_is_computed_it_is_the_same_step(tmp_path: Path, origin: Path
         tiny.train_run(tmp_path / str(number), observer, **(run | {"train": train}))
         found.append([value for metrics in observer.metrics for value in (metrics.loss, metrics.grad_norm)])
     assert all(values == pytest.approx(found[0], rel=1e-4) for values in found)
+
+
+def on_ranks(ranks: Ranks, folder: Path, run: dict[str, Any]) -> list[tuple[float, float]]:
+    tiny.train_run(folder, observer := tiny.Silent(), ranks=ranks, **run)
+    return [(m.loss, m.grad_norm) for m in observer.metrics]
+
+
+@pytest.mark.parametrize("vision", ["none", "all"])
+def test_on_several_ranks_it_is_the_same_run(tmp_path: Path, origin: Path, vision: str) -> None:
+    run = sections(origin, rows(tmp_path), steps=2, vision=vision)
+    # Chunks of one length, whatever would suit the number of ranks.
+    chunk_tokens = run["train"].chunk_tokens or run["data"].sequence_length
+    run["train"] = replace(run["train"], replicas=3, chunk_tokens=chunk_tokens)
+    found = {count: ranked(count, on_ranks, tmp_path / str(count), run) for count in (1, 3)}
+    assert all(each == found[1][0] for each in found[3])
+    assert tiny.digest_of(tmp_path / "1") == tiny.digest_of(tmp_path / "3")
 
 
 def test_a_resumed_run_sees_the_same_images(tmp_path: Path, origin: Path) -> None:

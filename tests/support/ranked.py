@@ -9,6 +9,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
+import torch
+
 from penstock.engine.ranks.ranks import Ranks
 
 T = TypeVar("T")
@@ -18,6 +20,7 @@ PRELOADED = ["tiny", "ranked", "penstock.engine.train"]
 def _work(
     rank: int, count: int, pipes: dict[int, Connection], answer: Connection, work: Callable[..., Any], given: Any
 ) -> None:
+    torch.set_num_threads(1)  # as many on any number of ranks
     try:
         result = work(Ranks(rank, count, pipes, lambda: None), *given)
         answer.send((True, pickle.dumps(result)))
