@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -390,12 +391,23 @@ class PlanInput:
 
     @property
     def ring_bytes(self) -> int:
-        """RAM of the ring through which a rank hands its gradients to their owners, and of what all ranks note of a
-        step: the squared norm of each part and the loss of each chunk."""
+        """RAM of the ring through which a rank hands its gradients to their owners, of what it adds apart, and of what
+        all ranks note of a step: the squared norm of each part and the loss of each chunk."""
         if not self.adds_replicas:
             return 0
         noted = (8 * sum(-(-b.numel // b.part_numel) for b in self.buffers), 8 * self.num_chunks)
-        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (*noted, *[self.state_part_numel * FP32] * RING_PARTS))
+        apart = [-(-b.numel * FP32 // self.ranks) for b in self.buffers if b.name in self.added_apart]
+        sizes = (*noted, *apart, *[self.state_part_numel * FP32] * RING_PARTS)
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+    @property
+    def added_apart(self) -> set[str]:
+        """Trained buffers that two blocks compute with, where replicas are added: what the upper one finds of all
+        replicas is summed by itself, so that it does not matter which of them go forward and backward together."""
+        if not self.adds_replicas:
+            return set()
+        users = Counter(name for block in self.blocks for name in block.buffers)
+        return {b.name for b in self.buffers if users[b.name] > 1 and not b.frozen}
 
     @property
     def num_chunks(self) -> int:

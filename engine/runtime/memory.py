@@ -85,6 +85,8 @@ class RamMemory:
     """What all ranks have in common; None: there is one rank."""
     buffers: dict[str, Resident] = field(default_factory=dict)
     """Where there are several ranks, gradient and state of this one's parts alone (BufferPlan.kept)."""
+    added_apart: dict[str, Tensor] = field(default_factory=dict)
+    """Buffer -> of this rank's parts of its gradient what PlanInput.added_apart says, float32."""
     rings: list[list[Tensor]] = field(default_factory=list)
     """Of each rank parts of its gradients on their way, float32 [part]."""
     squares: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
@@ -201,7 +203,7 @@ def allocate_ram(plan: Plan, shared: HostArena | None = None) -> RamMemory:
     problem, tier, gradient_dtype = plan.problem, plan.tiers["ram"], getattr(torch, plan.problem.gradient_dtype)
     capacity = max(ALIGNMENT, tier.peak_bytes - problem.beside_bytes)  # a model that is queried may need none
     if shared is not None:  # a rank may own a part more than the mean of all; what is not used is not resident
-        capacity += sum((2 + len(problem.state_kinds)) * b.part_numel * FP32 for b in plan.buffers.values())
+        capacity += sum((3 + len(problem.state_kinds)) * b.part_numel * FP32 for b in plan.buffers.values())
     ram = RamMemory(HostArena(capacity, budget_bytes=max(capacity, tier.budget_bytes)), shared)
 
     def typed(name: str, numel: int, dtype: torch.dtype, arena: HostArena = ram.arena) -> Tensor:
@@ -215,6 +217,7 @@ def allocate_ram(plan: Plan, shared: HostArena | None = None) -> RamMemory:
         for owner, i in _ring_slots(plan):
             slot = typed(f"ring.{owner}.{i}", problem.state_part_numel, torch.float32, common)
             ram.rings[owner].append(slot)
+    apart = problem.added_apart
     for buffer in plan.buffers.values():
         name, dtypes, own = buffer.name, _dtypes(plan, buffer, "ram"), buffer.owned_numel(plan.rank)
         ram.buffers[name] = {}
@@ -222,6 +225,8 @@ def allocate_ram(plan: Plan, shared: HostArena | None = None) -> RamMemory:
             numel, arena = (buffer.numel, common) if kind == "weights" else (own, ram.arena)
             if numel:
                 ram.buffers[name][kind] = typed(f"{name}.{kind}", numel, dtype, arena)
+        if name in apart and own:
+            ram.added_apart[name] = typed(f"{name}.apart", own, torch.float32)
         if buffer.sums == "ram":
             # What is complete takes the place of what was summed so far.
             ram.sums[name] = ram.buffers[name]["gradient"]

@@ -140,10 +140,13 @@ class StateOps:
 
     @handles(a.ADD_GRADIENT)
     def _add_gradient(self, op: Op) -> None:
-        if a.STAGE in op.slots:
+        kept, apart = self._buffer(op).kept(*self._part(op)), self._ram.added_apart.get(op.block)
+        if apart is not None and a.APART in op.flags:
+            waiting = apart[kept]
+        elif a.STAGE in op.slots:
             waiting = self._staged(op, torch.float32)
         else:
-            waiting = self._ram.buffers[op.block]["gradient"][self._buffer(op).kept(*self._part(op))]
+            waiting = self._ram.buffers[op.block]["gradient"][kept]
         first = a.FIRST in op.flags
         for gradient in self._exchange.parts(op):
             if first:
@@ -152,6 +155,8 @@ class StateOps:
                 waiting.add_(gradient)
             first = False
         if a.COMPLETES in op.flags:
+            if apart is not None:
+                waiting.add_(apart[kept])
             self._exchange.note_square(op, waiting)
 
     @handles(a.AWAIT_WEIGHTS)

@@ -204,7 +204,7 @@ class ScheduleBuilder:
             if self._plan.problem.adds_replicas and name in self._last_user:
                 for replica in self._ended(task):
                     self._state.replica = replica
-                    self._state.hand_over(name, last=is_last and task.chunk.index == replica == 0)
+                    self._state.hand_over(name, ends=is_last, last=is_last and task.chunk.index == replica == 0)
             elif is_last:
                 if task.group is self._pass.groups[-1]:
                     self._state.close_gradient(name)

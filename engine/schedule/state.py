@@ -33,8 +33,9 @@ class StateSchedule:
         """Who adds each of the parts that were handed over last."""
         self._handed_over = 0
         """Parts of gradients that each rank has handed over so far."""
-        self._added: set[str] = set()
-        """Buffers whose gradient holds some of the step's replicas."""
+        self._added: set[tuple[str, bool]] = set()
+        """Buffers whose gradient holds some of the step's replicas; True: what is added apart."""
+        self._apart = plan.problem.added_apart
         self._updates = 0
         """Updates of buffers so far that all ranks take part in."""
         self._emit_any = emitter.emit
@@ -300,14 +301,17 @@ class StateSchedule:
         if slots[name] != WHOLE:
             self._gradients[buffer.pool].release(slots[name])
 
-    def hand_over(self, name: str, *, last: bool) -> None:
+    def hand_over(self, name: str, *, ends: bool, last: bool) -> None:
         """The gradient of a replica of `name` is complete: it goes part by part through the ring to the ranks that own
-        the parts, which add it to those before it. `last`: with it the step's gradient is complete."""
+        the parts, which add it to those before it. `ends`: no other block adds to it; `last`: with it the step's
+        gradient is complete."""
         buffer, emit = self._plan.buffers[name], self._emit
         source, slots = self.gradient(name), {name: self.gradient_slot.pop((name, self.replica))}
         self._begun.discard((name, self.replica))
-        new = name not in self._added
-        self._added.add(name)
+        apart = name in self._apart and not ends
+        new = (name, apart) not in self._added
+        self._added.add((name, apart))
+        flags = [a.FIRST] * new + [a.COMPLETES] * last + [a.APART] * apart
         for part in range(buffer.num_parts):
             number, owner = self._handed_over, buffer.owner(part)
             full = len(self._ring_owners) == RING_PARTS
@@ -320,11 +324,11 @@ class StateSchedule:
             if buffer.ranks > 1:
                 emit(a.SIGNAL_GRADIENT, name, part, reads=[ring], writes=[], slots=place)
             if owner == self._rank:
-                self._add(buffer, part, ring, place, [a.FIRST] * new + [a.COMPLETES] * last)
+                self._add(buffer, part, ring, place, flags)
         if slots[name] != WHOLE:
             self._gradients[buffer.pool].release(slots[name])
         if last:
-            self._added.discard(name)
+            self._added -= {(name, False), (name, True)}
 
     def _add(self, buffer: BufferPlan, part: int, ring: Resource, place: dict[str, int], flags: list[str]) -> None:
         """Emit what adds a part of all ranks' replicas of a round to the gradient that waits."""
@@ -332,27 +336,18 @@ class StateSchedule:
         norms = [r.resource(r.RAM_NORMS)] if a.COMPLETES in flags else []
         start, end = buffer.part(part)
         nbytes = (end - start) * FP32
-        if buffer.gradient == "ram":
-            waiting = r.resource(r.RAM_GRADIENT, name)
-            self._emit_any(
-                a.ADD_GRADIENT,
-                name,
-                part,
-                reads=[ring],
-                writes=[waiting, *norms],
-                slots=place,
-                flags=flags,
-                nbytes=nbytes,
-            )
+        emit = partial(self._emit_any, a.ADD_GRADIENT, name, part, reads=[ring], flags=flags, nbytes=nbytes)
+        in_ram = [r.resource(r.RAM_GRADIENT, name)]
+        if buffer.gradient == "ram" or a.APART in flags:
+            emit(writes=[*in_ram, *norms], slots=place)
             return
         file, stage = r.resource(r.NVME_GRADIENT, name, part), self._part_stages.take((name, part))
         staged = r.resource(r.RAM_PART_STAGE, stage)
         slots = place | {a.STAGE: stage}
         if a.FIRST not in flags:
             self._move(a.READ_GRADIENT, buffer, part, [file], [staged], slots, FP32)
-        self._emit_any(
-            a.ADD_GRADIENT, name, part, reads=[ring], writes=[staged, *norms], slots=slots, flags=flags, nbytes=nbytes
-        )
+        apart = in_ram if norms and name in self._apart else []
+        emit(writes=[staged, *apart, *norms], slots=slots)
         self._move(a.WRITE_GRADIENT, buffer, part, [staged], [file], slots, FP32)
         self._part_stages.release(stage)
 

@@ -61,6 +61,16 @@ def test_any_number_of_ranks_gives_the_same_bits(tmp_path: Path, tiers: tuple[An
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("tiers", TIERS, ids=str)
+def test_whatever_goes_forward_together_the_bits_are_the_same(tmp_path: Path, tiers: tuple[Any, Any]) -> None:
+    """Of a model whose head and embedding are one, two replicas and then the others, three, and all."""
+    gpu, ram = tiers
+    tied: dict[str, Any] = {"m": tiny.model(overrides={"tie_word_embeddings": True}), "t": training()}
+    tied |= {"gpu": gpu, "ram": ram}
+    found = {run(tmp_path / f"{n} {group}", n, group=group, **tied)[0] for n, group in ((1, 2), (1, 3), (2, 1), (3, 0))}
+    assert len(found) == 1
+
+
 SHARED: dict[str, Any] = {"parallel": "context", "global_batch_size": 2, "chunk_tokens": 2}
 """Six shards of every sequence, each of four chunks."""
 
