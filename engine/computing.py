@@ -11,9 +11,11 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.model.spec import layouts
 from penstock.engine.optim.base import find_optimizer
 from penstock.engine.plan.plan import Plan
+from penstock.engine.ranks.memory import shared_arena
+from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.runtime.batch import BatchCarrier
 from penstock.engine.runtime.lanes import Lanes
-from penstock.engine.runtime.memory import allocate_gpu, allocate_ram
+from penstock.engine.runtime.memory import allocate_gpu, allocate_ram, shared_slots
 from penstock.engine.runtime.runtime import Runtime
 from penstock.engine.runtime.sources import Weights
 from penstock.engine.runtime.state import load_memory
@@ -33,24 +35,33 @@ class Computing:
         source: Weights,
         logits_bytes: int,
         weights: dict[str, Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`logits_bytes`: what logits may take at once. `weights`: of buffers that stay on the compute device."""
-        self.plan, self.spec, self.runner = plan, runner.spec, runner
-        device, tiers = runner.device, plan.tiers
+        """`logits_bytes`: what logits may take at once. `weights`: of buffers that stay on the compute device. `ranks`:
+        each makes one of the same plan, and weights in RAM are there once."""
+        plan = plan.of_rank(ranks.rank)
+        self.plan, self.spec, self.runner, self._ranks = plan, runner.spec, runner, ranks
+        device = runner.device
         with ExitStack() as undo:
-            self._lanes = undo.enter_context(closing(Lanes.open(device, tiers["gpu"].budget_bytes)))
+            self._lanes = undo.enter_context(closing(self._open_lanes()))
             self._gpu = allocate_gpu(plan, device, weights)
-            ram = self._ram = allocate_ram(plan)
-            undo.enter_context(closing(ram.arena))
-            if device.type == "cuda":
-                ram.arena.pin()
+            shared = shared_arena(ranks, shared_slots(plan)) if ranks.count > 1 else None
+            ram = self._ram = allocate_ram(plan, shared)
+            undo.enter_context(closing(ram))
+            for arena in (ram.arena, shared) if device.type == "cuda" else ():
+                if arena is not None:
+                    arena.pin()
             load_memory(source, plan, self._gpu, ram, weights or ())
+            ranks.meet()  # weights that others have read are there as well
             train = TrainConfig(steps=1)
             work = plan, runner, find_optimizer(train).make("fused"), source, self._gpu, ram
             self.runtime = Runtime(*work, train, logits_bytes, lambda step: None)
             self.carrier = BatchCarrier(plan, device)
             self._begin()
             undo.pop_all()
+
+    def _open_lanes(self) -> Lanes:
+        return Lanes.open(self.runner.device, self.plan.tiers["gpu"].budget_bytes, ranks=self._ranks.count)
 
     def _begin(self) -> None:
         self.executor, self.builder = self._lanes.executor, ScheduleBuilder(self.plan)
@@ -59,7 +70,7 @@ class Computing:
     def restart(self) -> None:
         """Drop what is under way of a pass that was broken off."""
         self._lanes.close()
-        self._lanes = Lanes.open(self.runner.device, self.plan.tiers["gpu"].budget_bytes)
+        self._lanes = self._open_lanes()
         self._begin()
 
     @property
@@ -81,4 +92,4 @@ class Computing:
 
     def close(self) -> None:
         self._lanes.close()  # before the memory that its ops use
-        self._ram.arena.close()
+        self._ram.close()

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +31,9 @@ from penstock.engine.model.runner import ModelRunner
 from penstock.engine.opened_texts import Texts
 from penstock.engine.passes import Forward, evaluations, scored_stream
 from penstock.engine.plan.plan import Plan
+from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.runtime.sources import AdapterSource, FolderSource, RunSource, Source
-from penstock.storage.files.errors import UserError
+from penstock.storage.files.errors import UserError, ensure
 from penstock.storage.files.model_folder import is_adapter_folder
 from penstock.storage.files.units import bytes_text, params_text
 
@@ -61,6 +62,7 @@ class OpenedModel(Texts):
         dtype: torch.dtype,
         gpu_bytes: int | None,
         ram_bytes: int | None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Use `open`."""
         if is_reward(source.spec.config):
@@ -73,11 +75,9 @@ class OpenedModel(Texts):
         self.context = context_of(self.spec)
         self.passes, self.passes_s = 0, list[float]()
         self._source = source
-        budgets = free_budgets(device, gpu=gpu_bytes, ram=ram_bytes)
-        gpu, ram = budgets.gpu, budgets.ram
-        if device.type == "cpu" and gpu_bytes is None and ram_bytes is None:
-            gpu, ram = gpu + ram - (gpu + ram) // _RAM_SHARE, (gpu + ram) // _RAM_SHARE
-        self._query = Query(self.spec, str(dtype).removeprefix("torch."), device.type, gpu, ram)
+        self.ranks = ranks
+        gpu, ram = _budgets(ranks, device, gpu_bytes, ram_bytes)
+        self._query = Query(self.spec, str(dtype).removeprefix("torch."), device.type, gpu, ram, ranks.count)
         self._runner = ModelRunner(self.spec, device=device, dtype=dtype, constants=source.constants)
         self._computing: Computing | None = None
         self._forward: Forward | None = None
@@ -94,19 +94,21 @@ class OpenedModel(Texts):
         device: str = "auto",
         dtype: str = "auto",
         base: Path | None = None,
+        ranks: Ranks = ALONE,
     ) -> OpenedModel:
         """A Hugging Face folder; with a `recipe` the run directory of that: its last generation, or a checkpoint's.
 
         An adapter's folder is one as well, with the model in `base` (None: where the adapter says that it is).
         `gpu_bytes`, `ram_bytes`: what may be used of each; None: what is free. `device`: auto, cpu or cuda. `dtype`:
-        auto, float32, bfloat16 or float16. Raises UserError for what is no model, for a run that another process has
+        auto, float32, bfloat16 or float16. `ranks`: each opens it, with a GPU of its own, and asks it in turns: see
+        `share`. Raises UserError for what is no model, for a run that another process has
         open, and for budgets that are too small for anything.
         """
         requested = "bfloat16" if dtype == "bfloat16" else "float32"
         result = resolve_device(TrainConfig(steps=1, device=device, compute_dtype=requested))  # type: ignore[arg-type]
         source: Source
         if recipe is not None:
-            source = RunSource(where, recipe, checkpoint)
+            source = RunSource(where, recipe, checkpoint, held=not ranks.first)
         else:
             source = AdapterSource(where, base) if is_adapter_folder(where) else FolderSource(where)
         data = DataConfig() if recipe is None else recipe.data
@@ -114,7 +116,8 @@ class OpenedModel(Texts):
             chosen = FLOAT_DTYPES[dtype] if dtype != "auto" else source.usual_dtype
             slow = usual_dtype(result) == "float32" if chosen == torch.bfloat16 else result.type == "cpu"
             chosen = torch.float32 if dtype == "auto" and slow else chosen
-            model = cls(source, where, data, device=result, dtype=chosen, gpu_bytes=gpu_bytes, ram_bytes=ram_bytes)
+            budgets = {"gpu_bytes": gpu_bytes, "ram_bytes": ram_bytes}
+            model = cls(source, where, data, device=result, dtype=chosen, ranks=ranks, **budgets)
         except BaseException:
             source.close()
             raise
@@ -143,7 +146,7 @@ class OpenedModel(Texts):
         self.require_context(prompts)
         self.passes_s = []
         result: list[Continuation] = []
-        for group in self._groups([len(prompt) + decoding.new_tokens for prompt in prompts]):
+        for group in self._groups([len(prompt) + decoding.new_tokens for prompt in prompts], self._room):
             first = len(result)
             some = prompts[first : first + len(group)]
             forward, known = self._begin(some, group, reuse=reuse and len(prompts) == 1)
@@ -170,11 +173,26 @@ class OpenedModel(Texts):
                     f"prompt {number}: {len(prompt):,} tokens, and the model's context is {self.context:,}; shorten it"
                 )
 
-    def _groups(self, totals: Sequence[int]) -> Iterator[Sequence[int]]:
+    def share(self, lengths: Sequence[Sequence[int]], *, continued: bool) -> None:
+        """Have memory that holds each of these lists of sequences, of so many tokens, or so many of the longest as find
+        room; each rank calls it alike, and until the next time asks for some of one list at a time."""
+        ordered = [sorted(each, reverse=True) for each in lengths]
+        bound = [max(column) for column in itertools.zip_longest(*ordered, fillvalue=0)]
+        if continued:
+            bound = list(next(self._groups(bound, self._caches)))
+        self._prepare(bound, continued=continued, sharing=True)
+
+    def _room(self, totals: Sequence[int]) -> bool:
+        """Whether sequences can be read together: by another plan too, unless others share the memory of this one."""
+        if self.ranks.count == 1:
+            return self._caches(totals)
+        return self._computing is not None and self._holds(self._computing.plan, totals, continued=True)
+
+    def _groups(self, totals: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> Iterator[Sequence[int]]:
         """Sequences that are read together: as many as find room for keys and values; one alone needs none."""
         while totals:
             sizes = range(2, len(totals) + 1)
-            count = 1 + bisect_left(sizes, True, key=lambda size: not self._caches(totals[:size]))
+            count = 1 + bisect_left(sizes, True, key=lambda size: not fits(totals[:size]))
             yield totals[:count]
             totals = totals[count:]
 
@@ -255,7 +273,7 @@ class OpenedModel(Texts):
         """How long it would take to give `sequences` prompts, of `prompt_tokens` each, `new_tokens` more; 0: to score
         them."""
         totals = [prompt_tokens + new_tokens] * sequences
-        groups = list(self._groups(totals)) if new_tokens else [totals]
+        groups = list(self._groups(totals, self._caches)) if new_tokens else [totals]
         plan, machine = self._query.plan(groups[0], continued=new_tokens > 0), machine_here(self._where)
         stored = {name: self._source.stored_bytes(name) for name in self.spec.buffers}
 
@@ -269,12 +287,13 @@ class OpenedModel(Texts):
         full, last = of(groups[0], True), of(groups[-1], True)
         return replace(first, total_s=first.total_s + (len(rest) - 1) * full.total_s + last.total_s)
 
-    def _prepare(self, totals: Sequence[int], *, continued: bool) -> Computing:
+    def _prepare(self, totals: Sequence[int], *, continued: bool, sharing: bool = False) -> Computing:
         """What computes sequences of so many tokens: as it is where it is large enough, else by a new plan, in which
         weights that stay on the compute device are not read again."""
         self._forward = None
-        if self._computing is not None and _holds(self._computing.plan, totals, continued=continued):
+        if self._computing is not None and self._holds(self._computing.plan, totals, continued=continued):
             return self._computing
+        ensure(self.ranks.count == 1 or sharing, "memory that ranks share does not hold what one of them asks")
         plan = self._query.plan(totals, continued=continued)
         space = plan.problem.samples
         logits_bytes = self._query.logits_bytes(plan.max_chunk_tokens if space is None else space.sequences)
@@ -283,10 +302,24 @@ class OpenedModel(Texts):
         for name in [name for name in weights if plan.buffers[name].weights != "gpu"]:
             del weights[name]
         give_back_memory()
-        self._computing = Computing(plan, self._runner, self._source, logits_bytes, weights)
+        self._computing = Computing(plan, self._runner, self._source, logits_bytes, weights, self.ranks)
         if self._computing.remark is not None:
             self._remarks.append(self._computing.remark)
         return self._computing
+
+    def _holds(self, plan: Plan, totals: Sequence[int], *, continued: bool) -> bool:
+        """Whether a plan has room for sequences of so many tokens."""
+        p = plan.problem
+        if continued != (p.samples is not None):
+            return False
+        if p.samples is not None and (len(totals) > p.samples.sequences or sum(totals) > p.samples.rows):
+            return False
+        if p.chunk_per_row:
+            return max(totals) <= p.row_tokens and len(totals) <= p.micro_batches
+        # Where keys and values are nowhere, fewer may find room.
+        return sum(totals) <= p.row_tokens and (
+            self.ranks.count > 1 or sample_tier(plan) != "nowhere" or 2 * sum(totals) > p.row_tokens
+        )
 
     def _give_up(self) -> None:
         if self._computing is not None:
@@ -320,6 +353,17 @@ class OpenedModel(Texts):
         self.close()
 
 
+def _budgets(ranks: Ranks, device: torch.device, gpu_bytes: int | None, ram_bytes: int | None) -> tuple[int, int]:
+    """Bytes of the compute device and of RAM that each rank may use, where all together may use `ram_bytes`."""
+    free = free_budgets(device, gpu=gpu_bytes, ram=ram_bytes)
+    gpu, ram = min(ranks.all_of(free.gpu)), ranks.of_first(lambda: free.ram) // ranks.count
+    if device.type == "cpu" and gpu_bytes is None:
+        gpu //= ranks.count
+        if ram_bytes is None:
+            return gpu + ram - (gpu + ram) // _RAM_SHARE, (gpu + ram) // _RAM_SHARE
+    return gpu, ram
+
+
 def batches_of(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
     """Indices of `sizes`, larger ones first, in groups that add up to `most` at most, or of one that is larger."""
     group: list[int] = []
@@ -332,16 +376,3 @@ def batches_of(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
         total += sizes[number]
     if group:
         yield group
-
-
-def _holds(plan: Plan, totals: Sequence[int], *, continued: bool) -> bool:
-    """Whether a plan has room for sequences of so many tokens."""
-    p = plan.problem
-    if continued != (p.samples is not None):
-        return False
-    if p.samples is not None and (len(totals) > p.samples.sequences or sum(totals) > p.samples.rows):
-        return False
-    if p.chunk_per_row:
-        return max(totals) <= p.row_tokens and len(totals) <= p.micro_batches
-    # Where keys and values are nowhere, fewer may find room.
-    return sum(totals) <= p.row_tokens and (sample_tier(plan) != "nowhere" or 2 * sum(totals) > p.row_tokens)

@@ -44,6 +44,7 @@ def evaluate(
     ] = None,
     gpu: Annotated[str | None, option("SIZE", "GPU memory to use, for example 20GiB. Default: what is free.")] = None,
     ram: Annotated[str | None, option("SIZE", "RAM to use, for example 48GiB. Default: what is free.")] = None,
+    gpus: Annotated[int | None, option("N", "GPUs to use, each for batches of its own. Default: all.")] = None,
     out: Annotated[Path | None, option("FILE", "Also write the results to this JSON file.")] = None,
     svg: Annotated[Path | None, option("FILE", "Write the heat maps as an SVG picture.")] = None,
     as_json: JsonOption = False,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.app.evaluation.queried import OnDone, QueriedModel, Requests
@@ -47,6 +47,16 @@ def make_questions(
     return [(question, prompt(question)) for question in made]
 
 
+@dataclass(frozen=True, slots=True)
+class AllFound:
+    """Whether all values of the question at a place are in its answer."""
+
+    asks: Sequence[Question]
+
+    def __call__(self, place: int, text: str) -> bool:
+        return all(found_values(self.asks[place], text))
+
+
 def query_needles(
     queried: QueriedModel,
     haystacks: Haystacks,
@@ -65,7 +75,7 @@ def query_needles(
         [ids for _, ids in made],
         Decoding(new_tokens=haystacks.new_tokens),
         on_done,
-        lambda place, text: all(found_values(asks[place], text)),
+        AllFound(asks),
     )
     options = asdict(haystacks)
     del options["kinds"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.engine.data.text.tokenizer import TextTokenizer
 from penstock.engine.forecast.query import Estimate
@@ -40,13 +41,13 @@ class Requests(NamedTuple):
 
 class QueriedModel:
     """A model with its tokenizer: `limit` is the tokens that it takes (None: not known), `context` those of a window,
-    `prefix_id` what stands before a text without context."""
+    `prefix_id` what stands before a text without context. Batches are taken by the model's ranks in turns."""
 
     def __init__(self, model: OpenedModel, *, batch_tokens: int = SCORED_TOKENS, seed: int = 0) -> None:
         """Raises UserError where the model has no tokenizer."""
         if model.tokenizer is None:
             raise UserError("the model has no tokenizer, which tasks need; put its tokenizer files next to the weights")
-        self._model, self._seed = model, seed
+        self.model, self._seed = model, seed
         self.tokenizer: TextTokenizer = model.tokenizer
         self.template = model.template
         self.batch_tokens = batch_tokens
@@ -75,19 +76,45 @@ class QueriedModel:
         and what one batch of them takes."""
         mean = max(1, round(tokens / count))
         each = max(1, min(count, self.batch_tokens // (mean + new_tokens)))
-        one, others = self._model.estimate(mean, each, new_tokens), -(-count // each) - 1
-        return one.total_s + others * (one.total_s if new_tokens else one.pass_s), one
+        one, turns = self.model.estimate(mean, each, new_tokens), -(-count // (each * self.model.ranks.count))
+        return one.total_s + (turns - 1) * (one.total_s if new_tokens else one.pass_s), one
 
     def loglikelihoods(self, pairs: Sequence[Pair], on_done: OnDone) -> list[tuple[float, bool]]:
         """For each (context ids, continuation ids), neither empty: the sum of the continuation's log-probabilities, and
         whether it is what greedy decoding gives. A context that is too long loses its beginning."""
         cut = [self._cut(*pair) for pair in pairs]
-        result: dict[int, tuple[float, bool]] = {}
-        for batch in batches_of([len(context) + len(continuation) for context, continuation in cut], self.batch_tokens):
-            some = self._model.loglikelihoods([cut[i] for i in batch], batch_tokens=self.batch_tokens)
-            result |= dict(zip(batch, some, strict=True))
-            on_done(len(batch))
+        batches = batches_of([len(context) + len(continuation) for context, continuation in cut], self.batch_tokens)
+        asked = ((batch, Scoring([cut[i] for i in batch], self.batch_tokens)) for batch in batches)
+        result = self._in_turns(asked, on_done)
         return [result[i] for i in range(len(pairs))]
+
+    def _in_turns(self, asked: Iterable[tuple[Sequence[int], Asked]], on_done: OnDone) -> dict[int, Any]:
+        """What is found of each request, by its number: as many batches at a time as there are ranks."""
+        result: dict[int, Any] = {}
+        batches = iter(asked)
+        while some := list(itertools.islice(batches, self.model.ranks.count)):
+            self.model.ranks.tell([asks for _, asks in some])
+            for (batch, _), found in zip(some, self._turn([asks for _, asks in some]), strict=True):
+                result |= dict(zip(batch, found, strict=True))
+                on_done(len(batch))
+        return result
+
+    def _turn(self, asks: Sequence[Asked]) -> list[list[Any]]:
+        """What each rank finds of the batch that it takes, on all of them."""
+        ranks = self.model.ranks
+        if ranks.count > 1:
+            self.model.share([each.lengths for each in asks], continued=isinstance(asks[0], Writing))
+        own = asks[ranks.rank].of(self) if ranks.rank < len(asks) else []
+        return ranks.all_of(own)[: len(asks)]
+
+    def serve(self) -> None:
+        """On other ranks than the first one: take part in what that asks, until it has asked all."""
+        while asks := self.model.ranks.hear():
+            self._turn(asks)
+
+    def close(self) -> None:
+        """All has been asked."""
+        self.model.ranks.tell([])
 
     def _cut(self, context: Sequence[int], continuation: Sequence[int]) -> Pair:
         if len(continuation) > self.context:
@@ -113,14 +140,48 @@ class QueriedModel:
                 f"{decoding.new_tokens:,} new tokens leave no room for a prompt in a context of {self.context:,} tokens"
             )
         cut = [list(ids[-space:]) for ids in prompts]
-        decoding = replace(decoding, stop_ids=self._model.stop_ids | {self.end_id})
-        result: dict[int, str] = {}
-        for number, batch in enumerate(batches_of([len(ids) + decoding.new_tokens for ids in cut], self.batch_tokens)):
-            drawn = replace(decoding, seed=self._seed + number)
-            made = self._model.generate([cut[i] for i in batch], drawn, _ends(self, batch, until, enough))
-            result |= {i: before(self.decode(one.ids), until) for i, one in zip(batch, made, strict=True)}
-            on_done(len(batch))
+        decoding = replace(decoding, stop_ids=self.model.stop_ids | {self.end_id})
+        batches = enumerate(batches_of([len(ids) + decoding.new_tokens for ids in cut], self.batch_tokens))
+        drawn = ((batch, replace(decoding, seed=self._seed + number)) for number, batch in batches)
+        asked = ((batch, Writing(batch, [cut[i] for i in batch], how, tuple(until), enough)) for batch, how in drawn)
+        result = self._in_turns(asked, on_done)
         return [result[i] for i in range(len(prompts))]
+
+
+class Scoring(NamedTuple):
+    """A batch of pairs whose likelihoods are asked."""
+
+    pairs: Sequence[Pair]
+    batch_tokens: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(context) + len(continuation) - 1 for context, continuation in self.pairs]
+
+    def of(self, queried: QueriedModel) -> list[tuple[float, bool]]:
+        return queried.model.loglikelihoods(self.pairs, batch_tokens=self.batch_tokens)
+
+
+class Writing(NamedTuple):
+    """A batch of prompts to continue, of these numbers; the others as in `QueriedModel.write`."""
+
+    numbers: Sequence[int]
+    prompts: Sequence[Sequence[int]]
+    decoding: Decoding
+    until: Sequence[str]
+    enough: Enough | None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(ids) + self.decoding.new_tokens for ids in self.prompts]
+
+    def of(self, queried: QueriedModel) -> list[str]:
+        on_token = _ends(queried, self.numbers, self.until, self.enough)
+        made = queried.model.generate(self.prompts, self.decoding, on_token)
+        return [before(queried.decode(one.ids), self.until) for one in made]
+
+
+Asked = Scoring | Writing
 
 
 def _ends(model: QueriedModel, numbers: Sequence[int], until: Sequence[str], enough: Enough | None) -> OnToken:

@@ -6,7 +6,8 @@ import importlib.util
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 import penstock
+from penstock.app.console.loading import loading
 from penstock.app.console.working import say, working
 from penstock.app.evaluation.svg import heat_maps
 from penstock.app.runs.files import json_text
 from penstock.app.sampling.sample import find_model, opened
+from penstock.storage.files import child
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.untrusted import printable
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.app.evaluation.harness import TaskNames
     from penstock.app.evaluation.queried import QueriedModel
     from penstock.engine.data.text.chat import ChatTemplate
+    from penstock.engine.ranks.ranks import Ranks
 
 _NAME_CHARS = 60
 
@@ -50,6 +54,7 @@ def evaluate(
     checkpoint: str | None = None,
     gpu: str | int | None = None,
     ram: str | int | None = None,
+    gpus: int | None = None,
     device: str = "auto",
     out: str | Path | None = None,
     svg: str | Path | None = None,
@@ -60,7 +65,7 @@ def evaluate(
     `answer_tokens` and `filler`. `limit`: the first documents of each task; `num_fewshot`: examples before each
     question; `include_path`: a folder of tasks; `chat`: prompts under the model's chat template, `system` before them.
     `batch_tokens`: read while weights stream by once. `checkpoint`: of a run, None its last generation; `gpu`, `ram`:
-    what may be used of each.
+    what may be used of each, `gpu` of each of `gpus` that take batches in turns (None: all of one kind).
     Results of a run are kept in its evals/, and written to `out`; heat maps to `svg`. Raises UserError.
     """
     from penstock.app.evaluation import needles
@@ -77,7 +82,7 @@ def evaluate(
     if filler not in FILLERS:
         raise UserError(f"--filler {printable(filler)}: write {' or '.join(FILLERS)}")
     counts = {"limit": limit, "depths": depths, "samples": samples, "answer_tokens": answer_tokens}
-    for name, value in (counts | {"batch_tokens": batch_tokens, "num_fewshot": num_fewshot}).items():
+    for name, value in (counts | {"batch_tokens": batch_tokens, "num_fewshot": num_fewshot, "gpus": gpus}).items():
         least = 0 if name == "num_fewshot" else 1
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
@@ -97,13 +102,16 @@ def evaluate(
     result: dict[str, Any] = {"penstock": penstock.__version__, "model": str(where), "checkpoint": checkpoint}
     result |= {"time": time.time(), "queried": tasks, "options": options, "tasks": {}, "groups": {}, "needles": None}
     began = time.perf_counter()
+    how: dict[str, Any] = {"checkpoint": checkpoint, "gpu": gpu, "ram": ram, "device": device}
+    asking = {"batch_tokens": options["batch_tokens"], "seed": seed}
     with (
         working("opening the model") as shown,
-        opened(model, checkpoint=checkpoint, gpu=gpu, ram=ram, device=device) as given,
+        _ranks(gpus, device, (model, how, asking)) as ranks,
+        opened(model, **how, ranks=ranks) as given,
     ):
         reporter = Reporter(Console(file=sys.stderr), shown)
         reporter.say_all(given.take_remarks())
-        queried = QueriedModel(given, batch_tokens=options["batch_tokens"], seed=seed)
+        queried = QueriedModel(given, **asking)
         template = _template(queried) if chat else None
         report = partial(reporter.asks, queried)
         if kinds:
@@ -126,9 +134,35 @@ def evaluate(
                 say=reporter.say,
                 on_done=reporter.done,
             )
+        queried.close()
         reporter.say_all(given.take_remarks())
     result |= {"time": time.time(), "seconds": round(time.perf_counter() - began, 1)}
     return result | {"files": [str(file) for file in _save(result, run, *files)]}
+
+
+@contextmanager
+def _ranks(gpus: int | None, device: str, given: Any) -> Iterator[Ranks]:
+    """The processes that ask the model, of which this is the first, and the others know what is `given`."""
+    with loading():
+        from penstock.engine.ranks.count import query_count
+        from penstock.engine.ranks.processes import Processes
+        from penstock.engine.ranks.ranks import ALONE
+    count, visible = query_count(gpus, device)
+    if count == 1:
+        yield ALONE
+        return
+    with Processes(child.command("app.launch.rank"), count, visible) as ranks:
+        ranks.tell(("eval", given))
+        yield ranks
+
+
+def serve(ranks: Ranks, given: Any) -> None:
+    """Ask the model with the first one of `ranks`, as that says; `given`: see `_ranks`."""
+    from penstock.app.evaluation.queried import QueriedModel
+
+    model, how, asking = given
+    with opened(model, **how, ranks=ranks) as opened_model:
+        QueriedModel(opened_model, **asking).serve()
 
 
 def _new_file(file: str | Path, option: str) -> Path:

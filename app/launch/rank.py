@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.app.runs.rank_spans import RankSpans
 from penstock.engine.events import Observer, Progress
 from penstock.engine.ranks.processes import live
-from penstock.engine.ranks.ranks import PARENT, join
+from penstock.engine.ranks.ranks import PARENT, Ranks, join
 from penstock.storage.files import child
 from penstock.storage.files.errors import UserError
 
@@ -26,19 +28,34 @@ class _Quiet(Observer):
         self._spans.add(progress.spans)
 
 
+def _train(ranks: Ranks, given: Any) -> None:
+    from penstock.engine.train import train
+
+    recipe, run_dir, resume = given
+    observer = _Quiet(run_dir, ranks.rank)  # type: ignore[abstract]  # what it does not define does nothing
+    train(recipe, run_dir=run_dir, observer=observer, resume=resume, ranks=ranks)
+
+
+def _evaluate(ranks: Ranks, given: Any) -> None:
+    from penstock.app.evaluation.run import serve
+
+    serve(ranks, given)
+
+
+WORK: dict[str, Callable[[Ranks, Any], None]] = {"train": _train, "eval": _evaluate}
+"""What the first rank asks for, with what it says about that."""
+
+
 def main() -> int:
     """Its exit code: 0, or that of a command, with what is wrong on standard error."""
     child.end_with_parent(int(os.environ[PARENT]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the first rank stops the run
     live()
-    from penstock.engine.train import train
-
     try:
         ranks = join()
-        recipe, run_dir, resume = ranks.hear()
-        observer = _Quiet(run_dir, ranks.rank)  # type: ignore[abstract]  # what it does not define does nothing
-        train(recipe, run_dir=run_dir, observer=observer, resume=resume, ranks=ranks)
+        work, given = ranks.hear()
+        WORK[work](ranks, given)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

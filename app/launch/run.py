@@ -336,7 +336,7 @@ def _train(run: RunDir, observer: RunObserver, resume: bool, checkpoint: str | N
         recipe = run.recipe = with_replicas(recipe, count)
         observer.on_message(f"{count} {'GPUs' if visible else 'processes on the CPU'} train this run together")
         with Processes(child.command("app.launch.rank"), count, visible) as ranks:
-            ranks.tell((recipe, path, resume))
+            ranks.tell(("train", (recipe, path, resume)))
             return train(recipe, run_dir=path, observer=observer, resume=resume, checkpoint=checkpoint, ranks=ranks)
     finally:
         cancel_text_ahead()

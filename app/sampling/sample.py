@@ -24,6 +24,7 @@ from penstock.storage.files.untrusted import printable, shell
 if TYPE_CHECKING:
     from penstock.engine.generate.decode import Decoding
     from penstock.engine.opened_model import OpenedModel
+    from penstock.engine.ranks.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,10 @@ def opened(
     gpu: str | int | None = None,
     ram: str | int | None = None,
     device: str = "auto",
+    ranks: Ranks | None = None,
 ) -> Iterator[OpenedModel]:
     """A run, by its directory or its name, or a model: a Hugging Face folder or a name on the hub. `gpu`, `ram`: sizes
-    as recipes have them; None: what is free. UserError for what is neither."""
+    as recipes have them; None: what is free. `ranks`: each opens it. UserError for what is neither."""
     gpu_bytes = None if gpu is None else parse_bytes(gpu, "--gpu")
     ram_bytes = None if ram is None else parse_bytes(ram, "--ram")
     where, run = find_model(given)
@@ -58,13 +60,14 @@ def opened(
     with ExitStack() as stack:
         if run is not None:
             checkpoint = checkpoint_named(run, checkpoint)
-            if checkpoint is None:
+            if checkpoint is None and (ranks is None or ranks.first):
                 if is_live(run):
                     now = shell("penstock", "checkpoint", run, "now")
                     raise UserError(f"{run}: is running; keep a checkpoint of it (`{now}`), then add --checkpoint now")
                 stack.enter_context(RunDir.open(run, read_only=True))
         with loading():
             from penstock.engine.opened_model import OpenedModel
+            from penstock.engine.ranks.ranks import ALONE
 
         recipe = None if run is None else read_recipe(run)
         yield stack.enter_context(
@@ -76,6 +79,7 @@ def opened(
                 ram_bytes=ram_bytes,
                 device=device,
                 base=None if run is not None else base_folder(where),
+                ranks=ranks or ALONE,
             )
         )
 

@@ -71,6 +71,9 @@ class Query:
     device_type: str
     gpu_bytes: int
     ram_bytes: int
+    """Of one rank, as is what it may use of the GPU."""
+    ranks: int = 1
+    """Processes that share the weights in RAM, each with a compute device."""
 
     def logits_bytes(self, rows: int) -> int:
         """What so many rows of logits may take at once, with what is made of them."""
@@ -87,6 +90,7 @@ class Query:
             hidden_size=spec.hidden_size,
             compute_dtype=self.dtype,
             micro_batches=rows,
+            ranks=self.ranks,
             rows=1,
             row_tokens=row_tokens,
             chunk_tokens=chunk,
@@ -146,10 +150,12 @@ class Query:
             most = max(self.gpu_bytes // ACTIVATIONS_SHARE, 3 * _activations(fits[-1]) // 2)
             return next(plan for plan in fits if _activations(plan) <= most)
         least = min(refusals, key=lambda refusal: (refusal.tier == "gpu", refusal.need_bytes))
-        total, given = sum(lengths), self.gpu_bytes if least.tier == "gpu" else self.ram_bytes
+        shares = self.ranks if least.tier == "ram" else 1
+        total, given = sum(lengths), shares * (self.gpu_bytes if least.tier == "gpu" else self.ram_bytes)
         raise UserError(
             f"--{least.tier}: {size_text(given)} cannot hold one block of this model with the keys and values of "
-            f"{total:,} tokens; give at least {least_text(least.need_bytes)}" + (", or fewer tokens" * (total > 1))
+            f"{total:,} tokens; give at least {least_text(shares * least.need_bytes)}"
+            + (", or fewer tokens" * (total > 1))
         )
 
     # ------------------------------------------------------------------ time
@@ -168,6 +174,7 @@ class Query:
     ) -> Estimate:
         """Of `sequences` prompts of `prompt_tokens` each that get `new_tokens` more, or are scored, where that is 0.
         `stored`: bytes of each buffer on disk. `filled`: what stays in memory is there already."""
+        machine = machine.of_rank(self.ranks)
         if new_tokens:
             first = sampling_spent(plan, Conditions(machine), sequences, prompt_tokens)
             later = later_spent(plan, Conditions(machine), sequences, prompt_tokens + new_tokens // 2)

@@ -30,8 +30,7 @@ def rank_count(recipe: Recipe) -> RankCount:
     if train.device == "cpu" or not torch.cuda.is_available():
         resolve_device(train)  # which says what is wrong where it is to be a GPU
         return RankCount(wanted or 1, None)
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = [str(i) for i in range(torch.cuda.device_count())] if given is None else given.split(",")
+    there = _visible()
     if wanted is not None and wanted > len(there):
         raise UserError(
             f"train.gpus: {wanted} GPUs are wanted and this machine has {len(there)}; set train.gpus to what there is"
@@ -47,6 +46,28 @@ def rank_count(recipe: Recipe) -> RankCount:
         if train.parallel != "data" and why_not(replace(recipe, train=by_sequence)) is None:
             count = able
     return RankCount(count, there[:count])
+
+
+def query_count(wanted: int | None, device: str) -> RankCount:
+    """Of a model that is queried: as many as are wanted, else all GPUs of the first one's kind. Raises UserError for
+    more than there are, or of one kind."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return RankCount(wanted or 1, None)
+    there = _visible()
+    if wanted is not None and wanted > len(there):
+        raise UserError(f"--gpus {wanted}: this machine has {len(there)}; use as many or fewer")
+    alike = _of_one_kind(there, wanted) if len(there) > 1 else there
+    return RankCount(wanted or len(alike), alike[:wanted])
+
+
+def _visible() -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each GPU that comes into question, by itself."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) for i in range(torch.cuda.device_count())] if given is None else given.split(",")
 
 
 def _of_one_kind(there: list[str], wanted: int | None) -> list[str]:

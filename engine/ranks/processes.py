@@ -84,7 +84,7 @@ class Processes:
                 start_new_session=True,  # Ctrl-C is for the first rank alone
             )
         except OSError as error:
-            raise UserError(f"train.gpus: process {rank} of the run cannot be started ({error.strerror})") from error
+            raise UserError(f"--gpus: process {rank} cannot be started ({error.strerror})") from error
         finally:
             there.close()
         words = self._words[rank] = deque[str](maxlen=MOST_WORDS // 80)

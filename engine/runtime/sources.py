@@ -158,13 +158,14 @@ class RunSource:
     """A run's last committed generation, or a checkpoint's: the rounded master weights; frozen weights as they are,
     quantised ones too."""
 
-    def __init__(self, run_dir: Path, recipe: Recipe, checkpoint: str | None) -> None:
-        """Raises UserError when there is no such generation, or another process has the run open."""
+    def __init__(self, run_dir: Path, recipe: Recipe, checkpoint: str | None, *, held: bool = False) -> None:
+        """`held`: another process of this program has opened it. Raises UserError when there is no such generation, or
+        another program has the run open."""
         folder = root = state_folder(run_dir)
         if checkpoint is not None:
             read_checkpoint(root, checkpoint)
             folder = checkpoint_folder(root, checkpoint)
-        self.store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True)
+        self.store = NvmeStore.open(folder, drives=drive_folders(run_dir, recipe.storage), read_only=True, held=held)
         try:
             self.origin = None if recipe.model.path is None else Path(recipe.model.path).expanduser()
             self.tokenizer = saved_tokenizer(recipe, run_dir / "data")

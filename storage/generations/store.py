@@ -128,12 +128,14 @@ class NvmeStore:
         readers: Readers | None = None,
         on_thread_start: OnThreadStart | None = None,
         read_only: bool = False,
+        held: bool = False,
     ) -> NvmeStore:
         """Open the last committed generation of `root`; what was written after it is ignored and overwritten.
 
         `drives`: folders that new state goes to, where they differ from the recorded ones; state elsewhere is read from
         there until it is written anew. `read_only`, as always with a checkpoint's folder as `root`: nothing is changed,
-        and `drives` are where the recorded ones may be now. The others as in `create`. UserError when there is no
+        and `drives` are where the recorded ones may be now. `held`: only to read, while another process of the same
+        program has it open. The others as in `create`. UserError when there is no
         generation, its manifest is unreadable, a drive that holds part of it is missing, a drive knows a newer one,
         another run directory owns a drive that would be changed, or another process has the store open.
         """
@@ -142,7 +144,8 @@ class NvmeStore:
         read_only = Manifest.read(root).checkpoint is not None or read_only
         with ExitStack() as stack:
             locks = stack.enter_context(Locks())
-            locks.take(root)
+            if not held:
+                locks.take(root)
             current = Manifest.read(root)  # again: it may have moved before the lock was ours
             result, said = ownership.find_drives(current, root, given, to_change=not read_only)
             active = [drive.id for drive in current.drives if drive.active and drive.id in result] or list(result)
@@ -154,7 +157,7 @@ class NvmeStore:
                     result[id] = folder
                 active = ids or active
                 ownership.require_plain({root, *result.values()})
-            for folder in result.values():
+            for folder in () if held else result.values():
                 locks.take(folder)
             if not read_only:
                 ownership.take_over(result.values(), root)  # again: another run directory may have had them meanwhile

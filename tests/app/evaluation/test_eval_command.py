@@ -90,6 +90,34 @@ def test_tasks_of_a_folder_are_printed_and_are_json(folder: Path, tmp_path: Path
     assert found["tasks"]["fruit_choice"]["documents"] == 2
 
 
+BOTH = {"tasks": ["fruit_choice", "fruit_written", "needles_single"], "lengths": [300, 500], "answer_tokens": 5}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_processes_take_batches_in_turns(folder: Path, tmp_path: Path, count: int, capsys: Captured) -> None:
+    """With the results of one, whether memory holds all prompts of a batch or not."""
+    asked: dict[str, Any] = {**BOTH, "include_path": make_tasks(tmp_path / "tasks"), "batch_tokens": 700}
+    found = [
+        penstock.evaluate(folder, gpus=gpus, ram=ram, gpu="6MiB", **asked)
+        for gpus, ram in ((1, "64MiB"), (count, "64MiB"), (count, f"{count * 3}MiB"))
+    ]
+    for each in found[1:]:
+        assert each["tasks"] == found[0]["tasks"]
+        assert each["needles"] == found[0]["needles"]
+
+
+def test_a_run_is_asked_by_several_processes(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "needles.txt").write_text("One of the secret numbers of the amber anchor is 1234567. " * 99)
+    run = penstock.train(tiny_recipe(data={"sequence_length": 400}), run_dir="run")
+    asked: dict[str, Any] = {"tasks": ["needles_single"], "lengths": [400], "depths": 2, "answer_tokens": 4}
+    one, two = (penstock.evaluate(run, gpus=gpus, **asked) for gpus in (1, 2))
+    assert one["needles"] == two["needles"]
+    with pytest.raises(UserError, match="--gpus 0: must be at least 1"):
+        penstock.evaluate(run, gpus=0, **asked)
+
+
 def test_results_of_a_run_are_kept_in_its_directory(tmp_path: Path, capsys: Captured, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
