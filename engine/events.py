@@ -43,11 +43,15 @@ class Span(NamedTuple):
     """The op's number in program order; -1 where it was not stored."""
     waited: tuple[int, ...] = ()
     """Ids of the ops that were not done when the lane reached this one; none: it ran as soon as its lane was free."""
+    awaited: tuple[tuple[int, float], ...] = ()
+    """Other GPUs whose work it waited for as it ran, by number, and for how many seconds each."""
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> Span:
-        """The span of a line of spans.jsonl, which may lack `id` and `waited`. Raises TypeError for anything else."""
-        return cls(**line | {"waited": tuple(line.get("waited", ()))})
+        """The span of a line of spans.jsonl, which may lack `id`, `waited` and `awaited`. Raises TypeError for anything
+        else."""
+        pairs = tuple((gpu, seconds) for gpu, seconds in line.get("awaited", ()))
+        return cls(**line | {"waited": tuple(line.get("waited", ())), "awaited": pairs})
 
 
 @dataclass(slots=True)

@@ -178,7 +178,7 @@ class Session:
                 for table in set(TABLES) & set(own):
                     tables[table] = shared.slot(table, own[table]).view(torch.float64).view(ranks.count, -1)
             self.ram: RamMemory = allocate_ram(plan, shared)
-            self.exchange = Exchange(plan, self.ram, counters, tables)
+            self.exchange = Exchange(plan, self.ram, counters, tables, self.executor.note_wait)
             if ranks.count > 1:
                 store.share(Committing(self.exchange), checksums)
         if device.type == "cuda":

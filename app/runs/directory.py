@@ -90,6 +90,8 @@ def _span_line(span: Span, offset_s: float, offset_id: int) -> str:
     line["start_s"], line["end_s"] = round(span.start_s + offset_s, 7), round(span.end_s + offset_s, 7)
     if span.id >= 0:
         line["id"], line["waited"] = span.id + offset_id, [id + offset_id for id in span.waited]
+    if awaited := line.pop("awaited"):
+        line["awaited"] = [[gpu, round(seconds, 7)] for gpu, seconds in awaited]
     return json.dumps(line, separators=(",", ":")) + "\n"
 
 

@@ -82,7 +82,20 @@ def span_of(line: dict[str, Any]) -> Span | None:
     waited = line.get("waited", [])
     if not (isinstance(waited, list) and all(map(is_whole, (chunk, size, step, id, *waited)))):
         return None
-    return Span(lane, op, block, chunk, start_s, end_s, size, step, id, tuple(waited))
+    awaited = _awaited(line.get("awaited", []))
+    if awaited is None:
+        return None
+    return Span(lane, op, block, chunk, start_s, end_s, size, step, id, tuple(waited), awaited)
+
+
+def _awaited(given: Any) -> tuple[tuple[int, float], ...] | None:
+    """Pairs of a GPU's number and seconds; None where it is none."""
+    if not isinstance(given, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in given):
+        return None
+    pairs = [(gpu, number(seconds)) for gpu, seconds in given]
+    if not all(is_whole(gpu) and seconds is not None and 0 <= seconds < MOST_SECONDS for gpu, seconds in pairs):
+        return None
+    return tuple((gpu, float(seconds)) for gpu, seconds in pairs if seconds is not None)
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes | None]:

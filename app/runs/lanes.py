@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ class LaneShares:
     """Share in which no compute op ran and an op of the drive or of a link did."""
     idle: float
     """Share in which no compute, drive or link op ran."""
+    awaited_s: dict[int, float]
+    """Other GPU -> seconds in which ops of this one waited for its work; several may at once."""
 
 
 def union(start_s: Floats, end_s: Floats) -> tuple[Floats, Floats]:
@@ -68,11 +71,14 @@ class LaneTimes:
     def __init__(self, spans: Iterable[Span]) -> None:
         self._lanes = {lane: array("d") for lane in LANES}
         """Start, end and bytes of one op after another: a long run has millions."""
+        self._awaited: list[tuple[float, int, float]] = []
+        """When an op ended, the GPU that it waited for, and seconds."""
         self.ends: dict[int, float] = {}
         """Step -> where it ended; of steps done twice the last time counts."""
         for span in spans:
             if span.op == STEP_END:
                 self.ends[span.step] = span.end_s
+            self._awaited += [(span.end_s, gpu, seconds) for gpu, seconds in span.awaited]
             if span.lane in self._lanes:
                 self._lanes[span.lane].extend((span.start_s, span.end_s, span.bytes))
 
@@ -99,6 +105,10 @@ class LaneTimes:
         moving = [result[lane] for lane in (*DRIVE, "h2d", "d2h")]
         busy = {lane: _covered(result[lane]) for lane in LANES}
         working = _covered(*moving, result["compute"])
+        awaited: dict[int, float] = defaultdict(float)
+        for ended_s, gpu, seconds in self._awaited:
+            if start < ended_s <= end:
+                awaited[gpu] += seconds
         return LaneShares(
             steps=last - first + 1,
             window_s=window,
@@ -107,6 +117,7 @@ class LaneTimes:
             drive_busy=_covered(*(result[lane] for lane in DRIVE)) / window,
             exposed_io=(working - busy["compute"]) / window,
             idle=1 - working / window,
+            awaited_s=dict(sorted(awaited.items())),
         )
 
 
@@ -149,6 +160,8 @@ def lanes_report(run_path: Path, steps: str | None, *, as_json: bool, gpu: int =
     rows.append(f"{'drive':<12}{shares.drive_busy:7.1%} busy (reading or writing)")
     rows.append(f"{'exposed I/O':<12}{shares.exposed_io:7.1%} of the time something moved while nothing computed")
     rows.append(f"{'idle':<12}{shares.idle:7.1%} of the time nothing computed and nothing moved")
+    for other, seconds in shares.awaited_s.items():
+        rows.append(f"waited for GPU {other}: {seconds_text(seconds / shares.steps)} a step, all lanes together")
     return "\n".join(rows)
 
 

@@ -8,8 +8,9 @@ no rank can wait for one that waits for it: of all ops that wait, the first in p
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -32,12 +33,18 @@ class Exchange:
     """One rank's side of it; alone, it has nobody to wait for."""
 
     def __init__(
-        self, plan: Plan, ram: RamMemory, counters: Counters | None, tables: Mapping[str, Tensor] | None = None
+        self,
+        plan: Plan,
+        ram: RamMemory,
+        counters: Counters | None,
+        tables: Mapping[str, Tensor] | None = None,
+        on_wait: Callable[[int, float], None] | None = None,
     ) -> None:
         """`counters`: of all ranks, KINDS times their number; None for the only one. `tables`: of TABLES those that are
-        needed, float64 [ranks, what each has], in shared memory."""
+        needed, float64 [ranks, what each has], in shared memory. `on_wait`: told of each rank that is waited for, and
+        of the seconds."""
         self._plan, self.rank, self._ram, self._counters = plan, plan.rank, ram, counters
-        self._tables = tables or {}
+        self._tables, self._on_wait = tables or {}, on_wait
         self.count = plan.problem.ranks
         self._met: Counter[str] = Counter()
         self._first_part: dict[str, int] = {}
@@ -57,8 +64,13 @@ class Exchange:
             self._counters.post(KINDS.index(kind) * self.count + self.rank, value)
 
     def _await(self, kind: str, rank: int, value: int) -> None:
-        if self._counters is not None and rank != self.rank:
-            self._counters.wait(KINDS.index(kind) * self.count + rank, value)
+        index = KINDS.index(kind) * self.count + rank
+        if self._counters is None or rank == self.rank or self._counters[index] >= value:
+            return
+        began = time.perf_counter()
+        self._counters.wait(index, value)
+        if self._on_wait is not None:
+            self._on_wait(rank, time.perf_counter() - began)
 
     def meet(self, kind: str) -> None:
         """Return once all ranks have called it as often; from one thread for each `kind`."""

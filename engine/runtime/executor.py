@@ -53,6 +53,7 @@ class _Issued(NamedTuple):
 
     op: Op
     waited: tuple[int, ...] | None
+    awaited: tuple[tuple[int, float], ...]
     """None: it was skipped, and has no span."""
     first: torch.cuda.Event
     last: torch.cuda.Event
@@ -109,6 +110,8 @@ class Executor:
         """The op in which the first failure came up."""
         self._closing = False
         self._spans: list[Span] = []
+        self._noted = threading.local()
+        """Of each lane's thread: the ranks that its op waits for, and seconds."""
         self._on_host: dict[int, tuple[Op, float]] = {}
         """Ops of host lanes that are being carried out, with their start by perf_counter."""
         self._on_gpu: dict[str, deque[_Issued]] = {lane: deque() for lane in GPU_LANES}
@@ -381,6 +384,7 @@ class Executor:
             with self._lock:
                 first, last = self._event(), self._event()
             first.record()
+            self._noted.waits = []
             result = self._perform(op)
             skipped = isinstance(result, Skipped)
             assert result is None or skipped, f"{op.action.name}: work of a GPU lane is ordered by its stream"
@@ -388,18 +392,26 @@ class Executor:
             with self._lock:
                 ticket = self._tickets[op.id]
                 ticket.event = last
-                self._on_gpu[op.lane].append(_Issued(op, None if skipped else waited, first, last))
+                self._on_gpu[op.lane].append(
+                    _Issued(op, None if skipped else waited, tuple(self._noted.waits), first, last)
+                )
                 self._retire_gpu_ops(op.lane)
                 self._leave(op, ticket)
             return
         start = self._on_host[op.id][1]
+        self._noted.waits = []
         result = self._perform(op)
+        awaited = tuple(self._noted.waits)
         if isinstance(result, Skipped):
             self._settle(op, None)
         elif result is None:
-            self._finish(op, start, waited)
+            self._finish(op, start, waited, awaited)
         else:
-            result.add_done_callback(lambda future: self._finish(op, start, waited, future))
+            result.add_done_callback(lambda future: self._finish(op, start, waited, awaited, future))
+
+    def note_wait(self, rank: int, seconds: float) -> None:
+        """The op that the calling lane carries out has waited for another rank."""
+        self._noted.waits.append((rank, seconds))
 
     def _event(self) -> torch.cuda.Event:
         return self._free_events.pop() if self._free_events else self._new_event()
@@ -413,10 +425,10 @@ class Executor:
         for lane in lanes or GPU_LANES:
             issued = self._on_gpu[lane]
             while issued and issued[0].last.query():
-                op, waited, first, last = issued.popleft()
+                op, waited, awaited, first, last = issued.popleft()
                 start_s, end_s = self._gpu_time(first), self._gpu_time(last)
                 if waited is not None:
-                    self._spans.append(span_of(op, start_s, end_s, waited))
+                    self._spans.append(span_of(op, start_s, end_s, waited, awaited))
                 del self._tickets[op.id]
                 if end_s - self._base_s > REBASE_S:
                     last, self._base_event, self._base_s = self._base_event, last, end_s
@@ -426,12 +438,19 @@ class Executor:
         """When a passed event was passed, by the spans' clock."""
         return self._base_s + float(self._base_event.elapsed_time(event)) / 1e3
 
-    def _finish(self, op: Op, start: float, waited: tuple[int, ...], future: Future[Any] | None = None) -> None:
+    def _finish(
+        self,
+        op: Op,
+        start: float,
+        waited: tuple[int, ...],
+        awaited: tuple[tuple[int, float], ...],
+        future: Future[Any] | None = None,
+    ) -> None:
         error = future.exception() if future is not None else None
         if error is None:
             end = time.perf_counter()
             with self._lock:
-                self._spans.append(span_of(op, start - self.epoch, end - self.epoch, waited))
+                self._spans.append(span_of(op, start - self.epoch, end - self.epoch, waited, awaited))
         self._settle(op, error)
 
     def _settle(self, op: Op, error: BaseException | None) -> None:

@@ -40,9 +40,12 @@ class Op(Struct, frozen=True, kw_only=True, gc=False):
         return self.action.lane
 
 
-def span_of(op: Op, start_s: float, end_s: float, waited: tuple[int, ...]) -> Span:
+def span_of(
+    op: Op, start_s: float, end_s: float, waited: tuple[int, ...], awaited: tuple[tuple[int, float], ...] = ()
+) -> Span:
     """What is reported of an op that was carried out."""
-    return Span(op.action.lane, op.action.name, op.block, op.index, start_s, end_s, op.nbytes, op.step, op.id, waited)
+    what = op.action.lane, op.action.name, op.block, op.index
+    return Span(*what, start_s, end_s, op.nbytes, op.step, op.id, waited, awaited)
 
 
 class Emitter:

@@ -85,7 +85,7 @@ def test_what_is_no_span_is_counted_and_left_out_and_what_is_one_has_its_depende
     bad += [span(3, 0.0, 1.0)]  # type: ignore[arg-type]
     assert (store.add(bad), store.num_rejected, store.view.num_spans) == (0, len(bad), 0)
     assert store.add([{"lane": "h2d", "op": "load", "start_s": 0, "end_s": 1, "colour": "red"}]) == 1
-    assert store.view.span(0) == ("h2d", "load", "", -1, 0.0, 1.0, 0, 0, -1, ())
+    assert store.view.span(0) == ("h2d", "load", "", -1, 0.0, 1.0, 0, 0, -1, (), ())
     # Foreign names are bounded and printable.
     store.add([span("tab\there\u200b", 0.0, 1.0, op="線" * 200)])
     assert (store.view.lanes, store.view.span(1).op) == ((*LANES, "tab?here?"), "?" * 80)

@@ -126,7 +126,8 @@ class SpanView:
     """No span that was dropped for room ends after this time; 0 where none was."""
     _total_bytes: Floats
     """Of each op's number, of all spans that ever were."""
-    _waited: list[tuple[int, ...]]
+    _waited: list[tuple[tuple[int, ...], tuple[tuple[int, float], ...]]]
+    """Of each row Span.waited and Span.awaited."""
     _offset: int
 
     @property
@@ -152,11 +153,11 @@ class SpanView:
             int(self.bytes[row]),
             int(self.step[row]),
             int(self.id[row]),
-            self.waited(row),
+            *self._waited[self._offset + row],
         )
 
     def waited(self, row: int) -> tuple[int, ...]:
-        return self._waited[self._offset + row]
+        return self._waited[self._offset + row][0]
 
     def row_of_id(self, op_id: int) -> int | None:
         """The row of an op; None where it is not held."""
@@ -299,7 +300,7 @@ class SpanStore:
         self._ops = _Names(MAX_NAMES)
         self._blocks = _Names(MAX_NAMES)
         self._columns = _columns(2 * capacity)
-        self._waited: list[tuple[int, ...]] = []
+        self._waited: list[tuple[tuple[int, ...], tuple[tuple[int, float], ...]]] = []
         self._length = 0
         self._busy: list[Busy] = [IDLE] * len(LANES)
         self._complete_from_s = 0.0
@@ -327,10 +328,10 @@ class SpanStore:
         if self._length + len(rows) > 2 * self.capacity:
             self._compact(self.capacity - len(rows))
         at, end = self._length, self._length + len(rows)
-        *values, waited = zip(*rows, strict=True)
+        *values, waited, awaited = zip(*rows, strict=True)
         for column, value in zip(self._columns.values(), values, strict=True):
             column[at:end] = value
-        self._waited.extend(waited)
+        self._waited.extend(zip(waited, awaited, strict=True))
         self._length = end
         ops, sizes = self._columns["op"][at:end], self._columns["bytes"][at:end]
         total: Floats = np.bincount(ops, weights=sizes, minlength=len(self._total_bytes)).astype(np.float64)

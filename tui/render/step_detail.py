@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.app.console.rows import Glyphs, Row, beside, exactly
 from penstock.app.runs.ops import action_of, location_text, op_text
+from penstock.engine.events import Span
 from penstock.storage.files.units import bytes_text, rate_text, seconds_text
 from penstock.tui.data.critical import Blockers, IdleTotal, StepAnalysis
 from penstock.tui.data.run_data import UnderWay
@@ -34,15 +35,21 @@ def span_row(view: SpanView, row: int) -> Row:
 
 def waited_text(view: SpanView, row: int) -> str:
     """What an op waited for: of the ops that were not done when its lane reached it, the one that ended last."""
-    waited = view.waited(row)
+    waited, awaited = view.waited(row), awaited_text(view.span(row))
     if not waited:
-        return "waited for nothing"
+        return f"waited for {awaited or 'nothing'}"
     rows = [result for result in map(view.row_of_id, waited) if result is not None]
     if not rows:
-        return f"waited for {len(waited)} earlier ops"
+        return f"waited for {len(waited)} earlier ops" + (f" and {awaited}" if awaited else "")
     last = view.span(max(rows, key=lambda other: view.end_s[other]))
     more = f" +{len(waited) - 1}" if len(waited) > 1 else ""
-    return f"waited for {op_name(last)} ({last.lane}){more}"
+    return f"waited for {op_name(last)} ({last.lane}){more}" + (f", then {awaited}" if awaited else "")
+
+
+def awaited_text(span: Span) -> str:
+    """The other GPUs that an op waited for as it ran, the one that took longest first."""
+    ordered = sorted(span.awaited, key=lambda pair: -pair[1])
+    return ", ".join(f"GPU {gpu} ({seconds_text(seconds)})" for gpu, seconds in ordered)
 
 
 def now_row(under_way: Sequence[UnderWay]) -> Row:
@@ -253,6 +260,8 @@ def _waiting_rows(view: SpanView, row: int) -> list[Row]:
     for i, other in enumerate(waited[:_MOST_WAITED]):
         took_s = float(view.end_s[other] - view.start_s[other])
         rows.append(_other_row(view, other, "waited" if i == 0 else "", f"   took {seconds_text(took_s)}"))
+    if awaited := awaited_text(view.span(row)):
+        rows.append([("as it ran", "dim"), (f" waited for {awaited}", "text")])
     if not view.waited(row):
         rows.append([("waited   ", "dim"), ("for nothing", "text")])
     op_id = int(view.id[row])

@@ -75,10 +75,17 @@ def test_a_run_on_several_is_the_run_on_one(cli: Cli, parallel: str) -> None:
         }
         assert told[1] == told[2] == told[3]
     assert [gpus_of(runs[n]) for n in runs] == [1, 2, 3]
+    said_of_lanes: list[str] = []
     for gpu in range(3):
         spans = [span for line in json_lines(spans_of(runs[3], gpu)) if (span := span_line(line)) is not None]
         assert [span.step for span in spans if span.op == STEP_END] == [1, 2, 3, 4], "each has a timeline"
-        assert "compute" in cli.run("lanes", str(runs[3]), "--gpu", str(gpu)).stdout
+        told = cli.run("lanes", str(runs[3]), "--gpu", str(gpu)).stdout
+        assert "compute" in told
+        awaited = {other for span in spans for other, seconds in span.awaited if seconds > 0}
+        assert awaited
+        assert awaited <= {0, 1, 2} - {gpu}
+        said_of_lanes.append(told)
+    assert "waited for GPU" in "".join(said_of_lanes)
     assert "has ops of 3 GPUs, 0 to 2" in cli.run("lanes", str(runs[3]), "--gpu", "3", code=2).stderr
     texts = {n: [sample["text"] for line in json_lines(run / "samples.jsonl") for sample in line["samples"]]
              for n, run in runs.items()}  # fmt: skip

@@ -73,11 +73,15 @@ def test_a_report_counts_bytes_where_an_op_ends_and_refuses_steps_that_the_run_l
     with pytest.raises(UserError, match="fewer than two steps"):
         lanes_report(tmp_path, None, as_json=False)
     read = span("nvme_read", 2.5, 3.0, size=10**9, step=2)
-    spans = [clip(1, 1.0), span("compute", 1.0, 2.5, step=2), read, clip(2, 3.0)]
+    computed = span("compute", 1.0, 2.5, step=2) | {"awaited": [[1, 0.25], [2, 0.5]]}
+    earlier = span("ranks", 0.5, 1.0) | {"awaited": [[1, 0.5]]}
+    added = span("optimizer", 2.5, 2.75, step=2) | {"awaited": [[2, 0.125]]}
+    spans = [earlier, clip(1, 1.0), computed, added, read, clip(2, 3.0)]
     (tmp_path / "spans.jsonl").write_text("".join(json.dumps(item) + "\n" for item in spans))
     report = lanes_report(tmp_path, None, as_json=False)
     assert "steps 2 to 2: n/a a step, n/a tok/s; shares are of 2.00 s" in report
     assert "2.00 GB/s" in report
+    assert "waited for GPU 1: 250 ms a step, all lanes together\nwaited for GPU 2: 625 ms" in report
     assert json.loads(lanes_report(tmp_path, "2:2", as_json=True))["exposed_io"] == pytest.approx(0.25)
     for steps, message in (("1:2", "has steps 2 to 2 in full"), ("2", "FIRST:LAST")):
         with pytest.raises(UserError, match=message):

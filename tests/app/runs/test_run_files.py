@@ -24,10 +24,11 @@ from penstock.app.runs.tail import JsonTail
 from penstock.engine.events import Span
 from penstock.storage.files.errors import UserError
 
-SPAN = Span("compute", "forward", "layers.0", 2, 0.5, 0.75, 0, 1, 7, (3,))
+SPAN = Span("compute", "forward", "layers.0", 2, 0.5, 0.75, 0, 1, 7, (3,), ((1, 0.125),))
 WRONG: dict[str, list[object]] = {
     "start_s": [-1e300], "end_s": [None, float("nan"), 10**400, 0.1], "step": [2**63, True], "bytes": [1.5],
     "lane": [["compute"]], "waited": [[[]], 3],
+    "awaited": [3, [1], [[1]], [[1, -1.0]], [["x", 1.0]], [[1, float("nan")]]],
 }  # fmt: skip
 LONGEST = files.MOST_LINE_BYTES
 BAD = [

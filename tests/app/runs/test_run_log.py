@@ -51,7 +51,7 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
     log = RunLog(tmp_path, total_steps=3)
     assert status(tmp_path)["state"] == "preparing"
     log.set_state("running")
-    log.progress(told(span(1, 0.0, 0.5, 7, (3, 5))))
+    log.progress(told(span(1, 0.0, 0.5, 7, (3, 5))._replace(awaited=((2, 0.125),))))
     log.step(metrics(1))
     log.step(metrics(2, loss=float("nan")))
     log.message("a word", "warning")
@@ -64,9 +64,9 @@ def test_log_writes_exactly_the_documented_fields(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": loss} | FIELDS | MEAN for step, loss in ((1, 1.0), (2, None))]
     assert json_lines(tmp_path / "metrics.jsonl") == lines
     first, second = json_lines(tmp_path / "spans.jsonl")
-    assert first == span(1, 0.0, 0.5)._asdict() | {"id": 7, "waited": [3, 5]}
-    assert second == span(2, 0.5, 0.75)._asdict() | {"waited": []}
-    assert Span.of(first) == span(1, 0.0, 0.5, 7, (3, 5))
+    assert first == span(1, 0.0, 0.5)._asdict() | {"id": 7, "waited": [3, 5], "awaited": [[2, 0.125]]}
+    assert second | {"awaited": ()} == span(2, 0.5, 0.75)._asdict() | {"waited": []}
+    assert Span.of(first) == span(1, 0.0, 0.5, 7, (3, 5))._replace(awaited=((2, 0.125),))
     (message,) = json_lines(tmp_path / "log.jsonl")
     assert abs(message.pop("time") - time.time()) < 5  # type: ignore[operator]
     assert message == {"level": "warning", "text": "a word", "step": 2}
