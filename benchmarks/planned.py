@@ -38,6 +38,7 @@ GRID_MODELS = {
 """Row of the heat map -> recipe whose model it is."""
 GRID_CONTEXTS = tuple(1 << power for power in range(12, 21, 2))
 """4k to 1M tokens."""
+ALONE = [name for name, machine in PRESETS.items() if machine.gpus == 1]
 SMALL_GPU, SMALL_GPU_MACHINE = "24GiB", "h200-1500"
 SMALL_GPU_CASES = (
     ("8b_8k", 8192, 64, 2),
@@ -118,12 +119,12 @@ class Job:
 def main(page: Path = Path("docs/results/planned.md")) -> None:
     """Plan everything on all cores, minutes; write the tables into the page, and planned.png beside it."""
     require_matplotlib()
-    text, todo = page.read_text(), list(jobs(load_recipes(), list(PRESETS)))
+    text, todo = page.read_text(), list(jobs(load_recipes(), ALONE))
     rows = []
     for number, row in enumerate(spread(row_of, todo, usable_cpus()), start=1):
         rows.append(row)
         print(f"{number}/{len(todo)} {_progress(row)}", file=sys.stderr, flush=True)
-    draw([row for row in rows if row["kind"] == "grid"], list(PRESETS), page.with_suffix(".png"))
+    draw([row for row in rows if row["kind"] == "grid"], ALONE, page.with_suffix(".png"))
     page.write_text(with_tables(text, rows))
     print(f"{sum(row['fits'] for row in rows)} of {len(rows)} plans fit; written to {page}")
 

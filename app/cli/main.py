@@ -189,7 +189,7 @@ def fit(
         tokens=tokens,
         data=data,
         objective=objective,
-        gpus=gpus or 1,
+        gpus=gpus,
     )
     fitting = False
 

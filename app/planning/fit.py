@@ -6,6 +6,7 @@ per core; nothing of it needs PyTorch.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -108,7 +109,7 @@ def ask(
     tokens: str | None = None,
     data: Path | None = None,
     objective: str = "next_token",
-    gpus: int = 1,
+    gpus: int | None = None,
 ) -> Question:
     """The question that a command's options make. Raises UserError for what they cannot mean."""
     from penstock.engine.machine.presets import find_machine, machine_here
@@ -120,8 +121,9 @@ def ask(
     source = ""
     if data is not None:
         number, source = count_tokens(data)
+    on = find_machine(machine) if machine else machine_here(Path.cwd())
     return Question(
-        machine=find_machine(machine) if machine else machine_here(Path.cwd()),
+        machine=on,
         machine_name=machine or "",
         models=tuple(matching(models)),
         contexts=lengths,
@@ -129,7 +131,7 @@ def ask(
         data=None if data is None else str(data),
         source=source,
         objective=known_objective(objective),
-        gpus=gpus,
+        gpus=gpus or on.gpus,
     )
 
 
@@ -204,16 +206,16 @@ def cells(question: Question) -> Iterator[dict[str, Any]]:
 
 def cell_recipe(question: Question, model: KnownModel, context: int) -> Recipe:
     """What is planned in a cell, and what trains it. The model's folder is looked for below models/."""
-    sequences = max(1, STEP_TOKENS // context)
-    sequences = -(-sequences // question.gpus) * question.gpus
+    sequences, multiple = max(1, STEP_TOKENS // context), question.gpus
     objective, grpo, data = question.objective, GrpoConfig(), DataConfig(source="jsonl", path=question.data)
     if objective in SAMPLED:
-        sequences = -(-sequences // grpo.num_generations) * grpo.num_generations
+        multiple = math.lcm(multiple, grpo.num_generations)
         grpo = GrpoConfig(reward=[_REWARD], max_completion_length=context // 2)
         data = DataConfig(source="prompts", path=question.data)
     elif objective in PREFERENCES:
         source: Any = "unpaired_preference" if objective == "kto" else "preference"
         data = DataConfig(source=source, path=question.data, packing="best_fit")
+    sequences = -(-sequences // multiple) * multiple
     steps = -(-question.tokens // (sequences * context))
     return Recipe(
         name=f"{model.name}-{tokens_text(context).replace(',', '')}".lower(),
@@ -228,7 +230,7 @@ def cell_recipe(question: Question, model: KnownModel, context: int) -> Recipe:
             lr=1e-5,
             warmup_steps=min(10, steps),
             gradient_dtype=model.gradient_dtype if question.gpus == 1 else "float32",
-            gpus=question.gpus if question.gpus > 1 else None,
+            gpus=question.gpus if max(question.gpus, question.machine.gpus) > 1 else None,
         ),
         storage=StorageConfig(checkpoint_every=_CHECKPOINT_EVERY),
         after=AfterConfig(export=True),

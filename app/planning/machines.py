@@ -54,6 +54,7 @@ def profile_info(path: Path) -> MachineInfo:
 def describe(machine: Machine) -> str:
     """GPU with its memory, RAM, drives, on one line."""
     gpu = "no GPU" if machine.gpu is None else f"{machine.gpu.removeprefix('NVIDIA ')} {bytes_text(machine.gpu_bytes)}"
+    gpu = f"{machine.gpus} x {gpu}" if machine.gpus > 1 else gpu
     count = len(machine.drives)
     drives = f"{'drive' if count == 1 else f'{count} drives'} {bytes_text(machine.nvme_bytes)}"
     return f"{gpu}, {bytes_text(machine.ram_bytes)} RAM, {drives}"

@@ -85,7 +85,8 @@ def recipe_task(recipe: Recipe, machine: str | None) -> tuple[Machine, PlanReque
     name = machine or recipe.machine
     if name:
         on = find_machine(name)
-        return on.of_rank(recipe.train.gpus or 1), machine_task(recipe, on)
+        task = machine_task(recipe, on)
+        return on.of_rank(task.ranks), task
     import torch
 
     from penstock.engine.machine.budgets import run_budgets
@@ -111,9 +112,9 @@ def machine_task(recipe: Recipe, on: Machine, spec: ModelSpec | None = None) -> 
     from penstock.engine.forecast.request import PlanRequest
     from penstock.engine.machine.budgets import machine_budgets
     from penstock.engine.machine.precision import with_compute_dtype
-    from penstock.engine.ranks.count import require_replicas, with_replicas
+    from penstock.engine.ranks.count import require_replicas, usable_count, with_replicas
 
-    device, count = "cpu" if on.gpu is None else "cuda", recipe.train.gpus or 1
+    device, count = "cpu" if on.gpu is None else "cuda", usable_count(recipe, on.gpus)
     budgets = machine_budgets(recipe.budgets, on).of_rank(
         count, shares_gpu=device == "cpu" and recipe.budgets.gpu is None
     )

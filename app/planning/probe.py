@@ -90,10 +90,11 @@ def machine_table(machine: Machine) -> Table:
     def rate(bytes_per_s: float) -> str:
         return f"{bytes_per_s / 1e9:,.2f}"
 
+    several = f"{machine.gpus} x " if machine.gpus > 1 else ""
     rows = [
         ("cores, NUMA nodes", f"{machine.cores}, {machine.numa_nodes}"),
         ("RAM" if machine.gpu else "RAM as the ram tier", bytes_text(machine.ram_bytes)),
-        ("GPU memory" if machine.gpu else "RAM as the gpu tier", bytes_text(machine.gpu_bytes)),
+        ("GPU memory" if machine.gpu else "RAM as the gpu tier", f"{several}{bytes_text(machine.gpu_bytes)}"),
         ("matrix products", f"{machine.matmul_flops / 1e12:,.3g} TFLOP/s"),
     ]
     for attention in machine.attention:
@@ -107,6 +108,9 @@ def machine_table(machine: Machine) -> Table:
         ("passes over RAM", f"{rate(machine.ram_copy_bytes_per_s)} GB/s"),
         ("AdamW", f"{machine.optimizer_params_per_s / 1e9:,.3f} G parameters/s"),
     ]
+    if machine.all_links_bytes_per_s is not None:
+        there, back = machine.all_links_bytes_per_s
+        rows.append((f"links of {machine.gpus} GPUs at once", f"{rate(there)}, {rate(back)} GB/s together"))
     for drive in machine.drives:
         speeds = f"{rate(drive.read_bytes_per_s)} read, {rate(drive.write_bytes_per_s)} write GB/s"
         rows.append((drive.path or "drive", f"{speeds}; {bytes_text(drive.size_bytes)}"))

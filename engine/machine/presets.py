@@ -6,10 +6,10 @@ kernel for the card, installed or not. Those of links, memories and drives are s
 
 Sheets: NVIDIA's of every GPU (memory, bandwidth; peaks in machine.peaks), of Grace (LPDDR5X: 384 GB/s at 480 GB) and of
 DGX Spark; AMD's of Ryzen (DDR5-5200 with two modules, DDR5-3600 with four; two channels), of Threadripper 7960X (24
-cores, four channels of DDR5-5200: 166.4 GB/s) and of EPYC (12 channels of DDR5-4800); PCI-SIG's rates of 16 lanes, 31.5
-GB/s (PCIe 4) and 63 GB/s (PCIe 5) each way; Samsung's of the drives below. Power limits are NVIDIA's: of a GeForce
-"total graphics power", of H100 PCIe and H200 SXM "max thermal design power", of GH200 that of the whole module (GPU,
-CPU and memory), of GB10 "TDP" of the chip, CPU included.
+cores, four channels of DDR5-5200: 166.4 GB/s) and of EPYC (a socket's 12 channels of DDR5-4800, or 8 of DDR5-4800 or of
+DDR4-3200); PCI-SIG's rates of 16 lanes, 31.5 GB/s (PCIe 4) and 63 GB/s (PCIe 5) each way; Samsung's of the drives
+below. Power limits are NVIDIA's: of a GeForce "total graphics power", of H100 PCIe and H200 SXM "max thermal design
+power", of GH200 that of the whole module (GPU, CPU and memory), of GB10 "TDP" of the chip, CPU included.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ _ONE_990 = (SAMSUNG_990_PRO, 1, "one Samsung 990 PRO of 4 TB, writing past its c
 _TWO_990 = (SAMSUNG_990_PRO, 2, "two Samsung 990 PRO of 4 TB, writing past their cache")
 _TWO_A3 = (SAMSUNG_PM9A3, 2, "two Samsung PM9A3 of 7.68 TB")
 _TWO_1743 = (SAMSUNG_PM1743, 2, "two Samsung PM1743 of 15.36 TB")
+_FOUR_990 = (SAMSUNG_990_PRO, 4, "four Samsung 990 PRO of 4 TB, writing past their cache")
+_EIGHT_1743 = (SAMSUNG_PM1743, 8, "eight Samsung PM1743 of 15.36 TB")
 _FOUR_1743 = (SAMSUNG_PM1743, 4, "four Samsung PM1743 of 15.36 TB")
 _UNNAMED = (UNNAMED_4TB, 1, "one 4 TB NVMe, its rates and endurance not published")
 
@@ -156,6 +158,7 @@ def _preset(
     note: str,
     numa_nodes: int = 1,
     duplex_share: float | None = None,
+    gpus: int = 1,
 ) -> Machine:
     """A machine from raw figures of data sheets; `ram`: bytes and GB/s, which bound a link, alone or both ways."""
     peak, sheet, (ram_bytes, ram_gb_per_s), (drive, count, words) = peak_of(gpu), _SHEETS[gpu], ram, drives
@@ -179,6 +182,7 @@ def _preset(
         drives_share=DRIVES_SHARE if count > 1 else 1.0,
         drive_duplex_share=DRIVE_DUPLEX_SHARE,
         optimizer_params_per_s=ram_gb_per_s * GB * MEMORY_SHARE / OPTIMIZER_BYTES,
+        gpus=gpus,
         power_w=sheet.power_w,
     )
 
@@ -186,6 +190,9 @@ def _preset(
 _C2C = "NVLink-C2C carries more than the LPDDR5X behind it"
 _OWN_SOCKET = "RAM at the rate of the GPU's own socket; PCIe 5"
 _THREADRIPPER = "Threadripper, four channels of DDR5-5200"
+_EIGHT = "EPYC, eight channels of DDR4-3200; 16 lanes for each GPU"
+_TWO_SOCKETS = "two EPYC, sixteen channels of DDR4-3200; 16 lanes for each GPU"
+_HGX = "two sockets, sixteen channels of DDR5-4800; 16 lanes for each GPU"
 _SPARK = (
     "bfloat16 rate derived, not published: 1 PFLOP/s FP4 with sparsity, halved for dense, a quarter for bfloat16; one "
     "memory of 128 GB, of which 40 GB count as the GPU's and 88 GB as RAM, and a copy between them reads and writes it"
@@ -200,6 +207,10 @@ _PRESETS = (
     _preset("rtx5090-192", "NVIDIA GeForce RTX 5090", _TWO_990, (192 * GIB, 57.6), 16, "DDR5-3600, four modules"),
     _preset("rtx3090-64", "NVIDIA GeForce RTX 3090", _ONE_990, (64 * GIB, 51.2), 16, "DDR4-3200, two channels"),
     _preset("dgx-spark", "NVIDIA GB10", _UNNAMED, (88 * GB, 273), 20, _SPARK, duplex_share=UNIFIED_DUPLEX_SHARE),
+    _preset("2x-rtx3090-256", "NVIDIA GeForce RTX 3090", _TWO_990, (256 * GIB, 204.8), 32, _EIGHT, gpus=2),
+    _preset("4x-rtx4090-256", "NVIDIA GeForce RTX 4090", _TWO_990, (256 * GIB, 204.8), 64, _EIGHT, gpus=4),
+    _preset("8x-rtx4090-1000", "NVIDIA GeForce RTX 4090", _FOUR_990, (1024 * GIB, 409.6), 96, _TWO_SOCKETS, 2, gpus=8),
+    _preset("8x-h200-2000", "NVIDIA H200", _EIGHT_1743, (2048 * GIB, 614.4), 192, _HGX, 2, gpus=8),
 )
 PRESETS: dict[str, Machine] = {machine.name: machine for machine in _PRESETS}
 """By name."""

@@ -20,6 +20,7 @@ from penstock.engine.machine.probe_compute import (
     CPU_SIZES,
     GPU_SIZES,
     Sizes,
+    all_links,
     attention_rates,
     link_rates,
     matmul_flops,
@@ -86,6 +87,8 @@ def probe(
     attends = attention_rates(device, sizes, seconds * 0.14)
     say("measuring memory and links")
     links = link_rates(device, sizes, seconds * 0.09)
+    alike = _alike(device)
+    of_all = all_links(alike, sizes, seconds * 0.06) if len(alike) > 1 else None
     ram_pass = pass_bytes_per_s(cpu, sizes, seconds * 0.04)
     gpu_pass = pass_bytes_per_s(device, sizes, seconds * 0.04) if device.type == "cuda" else ram_pass
     left = max(0.3 * seconds, deadline - time.monotonic())
@@ -112,8 +115,19 @@ def probe(
         drives_share=storage.drives_share,
         drive_duplex_share=storage.drive_duplex_share,
         optimizer_params_per_s=updates,
+        gpus=max(1, len(alike)),
+        all_links_bytes_per_s=of_all,
         power_w=power_limit_w(device) if device.type == "cuda" else None,
     )
+
+
+def _alike(device: torch.device) -> list[torch.device]:
+    """All visible GPUs of the kind of `device`; none where that is none."""
+    if device.type != "cuda":
+        return []
+    kind = torch.cuda.get_device_name(device)
+    there = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    return [one for one in there if torch.cuda.get_device_name(one) == kind]
 
 
 def _folders(paths: Sequence[Path]) -> list[Path]:

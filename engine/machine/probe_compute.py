@@ -199,6 +199,28 @@ def link_rates(device: torch.device, sizes: Sizes, seconds: float) -> LinkRates:
         return LinkRates(h2d, d2h, min(1.0, sum(both) / (h2d + d2h)))
 
 
+def all_links(devices: Sequence[torch.device], sizes: Sizes, seconds: float) -> tuple[float, float]:
+    """Bytes/s of the links of all these GPUs at once, together: to the GPUs, and back."""
+    total = len(devices) * _COPIES * sizes.copy_bytes
+    with contextlib.closing(HostArena(total, budget_bytes=total)) as arena:
+        directions: list[tuple[list[Copies], list[Copies]]] = []
+        for number, device in enumerate(devices):
+            host = [arena.slot(f"host {number} {index}", sizes.copy_bytes).zero_() for index in range(_COPIES)]
+            there = [torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device) for _ in host]
+            directions.append(([list(zip(there, host, strict=True))], [list(zip(host, there, strict=True))]))
+        arena.pin()
+        with ThreadPoolExecutor(len(devices)) as threads:
+
+            def together(way: int, seconds: float) -> float:
+                each = [
+                    threads.submit(_copies, arena, directions[i][way], devices[i], seconds) for i in range(len(devices))
+                ]
+                return sum(rate for one in each for rate in one.result())
+
+            together(0, 0)  # first touch
+            return together(0, seconds / 2), together(1, seconds / 2)
+
+
 Copies = Sequence[tuple[Tensor, Tensor]]
 """(target, source) pairs."""
 

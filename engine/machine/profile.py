@@ -74,6 +74,10 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Reads and writes at once move this share of the sum of their rates alone."""
     optimizer_params_per_s: Rate
     """AdamW's parameters updated per second on state in RAM: 30 bytes read or written each."""
+    gpus: Count = 1
+    """As many of that kind; the rates above are of one alone."""
+    all_links_bytes_per_s: tuple[Rate, Rate] | None = None
+    """Of all their links at once, each way: cards may share a root complex, and do share RAM; None: not measured."""
     power_w: Rate | None = None
     """Watts of the GPU's board at most, by its data sheet or its driver's limit; None where neither is known."""
 
@@ -97,8 +101,9 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return len(self.drives) * min(drive.write_bytes_per_s for drive in self.drives) * self.drives_share
 
     def of_rank(self, count: int) -> Machine:
-        """The rates of one of `count` ranks that work at once: each has a GPU and its link, as far as RAM keeps up with
-        all links; drives and cores are shared. Without a GPU so is what computes. Sizes stay those of the machine."""
+        """The rates of one of `count` ranks that work at once: each has a GPU and its link, as far as what was measured
+        of all links allows, or RAM keeps up with them; drives and cores are shared. Without a GPU so is what computes.
+        Sizes stay those of the machine."""
         if count == 1:
             return self
         shared = ["ram_copy_bytes_per_s", "optimizer_params_per_s", "drives_share"]
@@ -113,7 +118,8 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         else:
             links = ("h2d_bytes_per_s", "d2h_bytes_per_s")
-            rates |= {name: min(getattr(self, name), self.ram_copy_bytes_per_s / count) for name in links}
+            of_all = self.all_links_bytes_per_s or (self.ram_copy_bytes_per_s,) * 2
+            rates |= {name: min(getattr(self, name), all_ / count) for name, all_ in zip(links, of_all, strict=True)}
         return structs.replace(self, **rates, attention=attention)
 
     def to_json(self) -> dict[str, Any]:

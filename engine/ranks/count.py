@@ -38,14 +38,23 @@ def rank_count(recipe: Recipe) -> RankCount:
         )
     if len(there) > 1:
         there = _of_one_kind(there, wanted)
-    parts = train.replicas or train.micro_batches
-    able = len(there) if why_not(recipe) is None else 1
-    count = wanted or max(n for n in range(1, able + 1) if parts % n == 0)
-    if wanted is None and train.replicas is None and (train.parallel == "context" or parts < able):
-        by_sequence = replace(train, replicas=able, parallel="context") if able > 1 else train
-        if train.parallel != "data" and why_not(replace(recipe, train=by_sequence)) is None:
-            count = able
+    count = usable_count(recipe, len(there))
     return RankCount(count, there[:count])
+
+
+def usable_count(recipe: Recipe, there: int) -> int:
+    """Of so many GPUs as many as a run uses: see `rank_count`."""
+    train = recipe.train
+    if train.gpus is not None:
+        return train.gpus
+    parts = train.replicas or train.micro_batches
+    able = there if why_not(recipe) is None else 1
+    count = max(n for n in range(1, able + 1) if parts % n == 0)
+    if train.replicas is None and train.parallel != "data" and (train.parallel == "context" or parts < able):
+        by_sequence = replace(train, replicas=able, parallel="context") if able > 1 else train
+        if why_not(replace(recipe, train=by_sequence)) is None:
+            return able
+    return count
 
 
 def query_count(wanted: int | None, device: str) -> RankCount:

@@ -42,6 +42,17 @@ def test_probe(tmp_path: Path) -> None:
     assert "Stand-in H200" in done.stdout
 
 
+def test_probe_measures_the_links_of_all_cards_at_once(tmp_path: Path) -> None:
+    arguments = ("probe", str(tmp_path), "--seconds", "20", "--save", "found.json")
+    done = run("penstock.app.cli.main", *arguments, cwd=tmp_path, limit_s=300, CUDA_VISIBLE_DEVICES="0,1")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "2 x " in done.stdout
+    assert "links of 2 GPUs at once" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["gpus"] == 2
+    assert all(rate > 0 for rate in found["all_links_bytes_per_s"])
+
+
 def gpu_check(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     """Records by name."""
     options = ("--results", "found", "--limit-s", "3000", *arguments)

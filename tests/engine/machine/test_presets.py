@@ -91,6 +91,20 @@ def test_data_centre_machines_by_hand() -> None:
     assert spark.h2d_bytes_per_s == pytest.approx(116.025e9)  # 273 / 2 x 0.85
 
 
+def test_what_each_of_several_gpus_gets_by_hand() -> None:
+    machine = PRESETS["4x-rtx4090-256"]
+    assert machine.gpus == 4
+    assert machine.of_rank(1) is machine
+    of_two, of_four = machine.of_rank(2), machine.of_rank(4)
+    assert of_two.h2d_bytes_per_s == pytest.approx(26.775e9), "of 16 lanes: RAM gives 87 to each"
+    assert of_four.ram_copy_bytes_per_s == pytest.approx(43.52e9)  # 204.8 x 0.85 / 4
+    assert of_four.matmul_flops == machine.matmul_flops
+    assert of_four.nvme_read_bytes_per_s == pytest.approx(machine.nvme_read_bytes_per_s / 4)
+    measured = structs.replace(machine, all_links_bytes_per_s=(60e9, 48e9))  # two cards behind each root complex
+    assert measured.of_rank(2).h2d_bytes_per_s == pytest.approx(26.775e9)
+    assert (measured.of_rank(4).h2d_bytes_per_s, measured.of_rank(4).d2h_bytes_per_s) == (15e9, 12e9)
+
+
 def test_finds_a_preset_and_a_profile(tmp_path: Path) -> None:
     assert find_machine("gh200-480") is PRESETS["gh200-480"]
     for machine in (*PRESETS.values(), GENERIC):
@@ -120,7 +134,7 @@ def test_any_other_content_is_refused(tmp_path_factory: pytest.TempPathFactory, 
 
 @given(
     st.sampled_from([field.name for field in structs.fields(Machine) if field.name.endswith(("_s", "_flops"))]),
-    st.sampled_from([0, -1.0, float("nan"), float("inf"), "fast", None]),
+    st.sampled_from([0, -1.0, float("nan"), float("inf"), "fast", [1.0]]),
 )
 def test_a_figure_that_is_no_rate_is_refused(name: str, value: object) -> None:
     with pytest.raises(UserError, match=name):

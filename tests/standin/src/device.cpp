@@ -107,6 +107,16 @@ int device_attribute(int attribute) {
     }
 }
 
+// Cards of one kind and one memory: as many as CUDA_VISIBLE_DEVICES lists.
+int cards() {
+    const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+    int count = 1;
+    for (; visible && *visible; visible++) count += *visible == ',';
+    return count;
+}
+
+thread_local int current = 0;
+
 }  // namespace standin
 
 using namespace standin;
@@ -116,16 +126,20 @@ API const char* standin_card_name() { return card().name; }
 API int standin_device_attribute(int attribute) { return device_attribute(attribute); }
 
 API cudaError_t cudaGetDeviceCount(int* count) {
-    *count = 1;
+    *count = cards();
     return cudaSuccess;
 }
 
 API cudaError_t cudaGetDevice(int* device) {
-    *device = 0;
+    *device = current;
     return cudaSuccess;
 }
 
-API cudaError_t cudaSetDevice(int) { return failed(); }
+API cudaError_t cudaSetDevice(int device) {
+    if (device < 0 || device >= cards()) return cudaErrorInvalidDevice;
+    current = device;
+    return failed();
+}
 
 API cudaError_t cudaDriverGetVersion(int* version) {
     *version = 13000;
