@@ -1,5 +1,6 @@
 """Runs on several emulated cards of one machine: the same bits on any number of them, on every tier."""
 
+import json
 import os
 import subprocess
 import sys
@@ -40,6 +41,12 @@ def checksums(run: Path) -> list[tuple[str, tuple[int, ...]]]:
         store.close()
 
 
+def variables(cards: str) -> dict[str, str]:
+    """Of processes that see these cards, which compute as this one's does."""
+    path = os.pathsep.join((str(REPOSITORY / "src"), os.environ["PYTHONPATH"]))
+    return os.environ | {"CUDA_VISIBLE_DEVICES": cards, "PYTHONPATH": path}
+
+
 HOW: dict[str, dict[str, Any]] = {
     "data": {"shared": {}},
     "context": {"shared": SHARED},
@@ -51,8 +58,7 @@ HOW: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("where", BUDGETS)
 def test_any_number_of_cards_gives_the_same_bits(where: str, how: str, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(recipe(BUDGETS[where], **HOW[how]))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1,2", "PYTHONPATH": str(REPOSITORY / "src")}
-    environment |= {"OMP_NUM_THREADS": "1", "STANDIN_DELAY_US": "200"}
+    environment = variables("0,1,2") | {"OMP_NUM_THREADS": "1", "STANDIN_DELAY_US": "200"}
     found = []
     for count in (1, 2, 3):
         command = [sys.executable, "-m", "penstock.app.cli.main", "train", "tiny.py", "--run-dir", f"on{count}"]
@@ -62,12 +68,14 @@ def test_any_number_of_cards_gives_the_same_bits(where: str, how: str, tmp_path:
         assert ended.returncode == 0, ended.stderr
         assert count == 1 or f"{count} GPUs train this run together" in ended.stdout
         found.append(checksums(tmp_path / f"on{count}"))
+        losses = [json.loads(line)["loss"] for line in (tmp_path / f"on{count}" / "metrics.jsonl").open()]
+        assert 5 < losses[0] < 7, "that of guesses among 300 tokens: kernels compute"
     assert found[0] == found[1] == found[2]
 
 
 def test_a_card_less_than_wanted_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(recipe(BUDGETS["in RAM"], {}))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(REPOSITORY / "src")}
+    environment = variables("0")
     command = [sys.executable, "-m", "penstock.app.cli.main", "train", "tiny.py", "--run-dir", "run", "--gpus", "2"]
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode == 2
