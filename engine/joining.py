@@ -45,13 +45,15 @@ class Decisions:
     kernels: dict[str, Any]
 
 
-def join_session(ranks: Ranks, *, run_dir: Path, observer: Observer) -> Session:
-    """The session of a rank that is not the first, once that has made its decisions."""
+def join_session(ranks: Ranks, recipe: Recipe, *, run_dir: Path, observer: Observer) -> Session:
+    """The session of a rank that is not the first, once that has made its decisions, by which `recipe` is a little
+    different."""
+    device = resolve_device(recipe.train)
+    placement = place_threads(device, ranks)
     decided: Decisions = ranks.hear()
     recipe, spec, plan, train = decided.recipe, decided.spec, decided.plan, decided.recipe.train
-    device = resolve_device(train)
     prepared = describe_run(recipe, run_dir, Checklist(observer)).data
-    root, placement = state_folder(run_dir), place_threads(device)
+    root = state_folder(run_dir)
     on_drive = None if placement is None else placement.enter_drive
     drives = drive_folders(run_dir, recipe.storage)
     with contextlib.ExitStack() as undo:

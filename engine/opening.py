@@ -143,7 +143,7 @@ def open_session(
             f"{validation.num_documents:,} documents held out",
             detail=True,
         )
-    drives, placement = drive_folders(run_dir, recipe.storage), place_threads(device)
+    drives, placement = drive_folders(run_dir, recipe.storage), place_threads(device, ranks)
     root = state_folder(run_dir)
     going_on = resume and (root / "manifest.json").exists()
     machine = this_machine(device)

@@ -124,7 +124,7 @@ def train(
             recipe, run_dir=run_dir, observer=observer, resume=resume, checkpoint=checkpoint, ranks=ranks
         )
     else:
-        opened = join_session(ranks, run_dir=run_dir, observer=observer)
+        opened = join_session(ranks, recipe, run_dir=run_dir, observer=observer)
     with opened as session:
         try:
             result = _run(session, observer)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from penstock.engine.machine.limits import lines_of
+from penstock.engine.ranks.ranks import ALONE, Ranks
 
 SYSFS = Path("/sys")
 
@@ -62,23 +63,32 @@ class Placement:
             os.sched_setaffinity(0, before)
 
 
-def place_threads(device: torch.device) -> Placement | None:
-    """Where the threads of a run on `device` go; None without a GPU, or with too few CPUs to share out."""
+def place_threads(device: torch.device, ranks: Ranks = ALONE) -> Placement | None:
+    """Where the threads of a run on `device` go; None without a GPU, or with too few CPUs to share out. `ranks`: each
+    calls it, and those whose GPUs are on one node share its cores."""
     if device.type != "cuda" or not hasattr(os, "sched_getaffinity"):
         return None
     gpu: Any = torch.cuda.get_device_properties(device)
     address = ""
     if hasattr(gpu, "pci_bus_id"):
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    return placement(address, frozenset(os.sched_getaffinity(0)))
+    nodes = ranks.all_of(_node(address, SYSFS))
+    before = nodes[: ranks.rank].count(nodes[ranks.rank])
+    part = before, nodes.count(nodes[ranks.rank])
+    return placement(address, frozenset(os.sched_getaffinity(0)), part=part)
 
 
-def placement(pci_address: str, allowed: frozenset[int], sysfs: Path = SYSFS) -> Placement | None:
+def placement(
+    pci_address: str, allowed: frozenset[int], sysfs: Path = SYSFS, *, part: tuple[int, int] = (0, 1)
+) -> Placement | None:
     """Share out the `allowed` CPUs on the node of the GPU at `pci_address` (0000:3b:00.0), or all of them if none is,
-    by whole cores: hyperthreads of one are never split between lanes and optimizer."""
-    node = int(next(lines_of(sysfs / "bus/pci/devices" / pci_address / "numa_node"), -1))
+    by whole cores: hyperthreads of one are never split between lanes and optimizer. `part`: the number of this process,
+    and of all that share these cores equally."""
+    node = _node(pci_address, sysfs)
     near = allowed & parse_cpu_list(next(lines_of(sysfs / f"devices/system/node/node{node}/cpulist"), ""))
     cores = _cores(near or allowed, sysfs)
+    number, of_all = part
+    cores = cores[len(cores) * number // of_all : len(cores) * (number + 1) // of_all]
     count = min(LANE_CORES, len(cores) // 4)
     if count == 0:
         return None
@@ -86,6 +96,11 @@ def placement(pci_address: str, allowed: frozenset[int], sysfs: Path = SYSFS) ->
     lanes, rest = (frozenset[int]().union(*some) for some in (cores[:count], cores[count:last]))
     drives = frozenset[int]().union(*cores[last:]) or rest
     return Placement(lanes, drives, rest, last - count)
+
+
+def _node(pci_address: str, sysfs: Path) -> int:
+    """NUMA node of a GPU; -1 where none is known."""
+    return int(next(lines_of(sysfs / "bus/pci/devices" / pci_address / "numa_node"), -1))
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -25,6 +25,9 @@ LOOK_S = 0.2
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 """Number of the system call futex."""
 _WAIT, _WAKE = 0, 1
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call mbind."""
+_INTERLEAVE = 3
 
 
 class SharedMemory:
@@ -33,25 +36,40 @@ class SharedMemory:
     def __init__(self, fd: int, nbytes: int) -> None:
         """Use `create` or `open`."""
         self.fd, self.nbytes = fd, nbytes
-        self.map = mmap.mmap(fd, nbytes)
+        self.map = mmap.mmap(fd, os.fstat(fd).st_size)
         with contextlib.suppress(OSError):  # a kernel built without them
             self.map.madvise(mmap.MADV_HUGEPAGE)
 
     @staticmethod
     def create(nbytes: int) -> SharedMemory:
-        """BudgetError where the machine has not so much memory left, of which it takes all at once."""
-        fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
+        """In huge pages where enough are reserved (vm.nr_hugepages), and on all NUMA nodes in turns. BudgetError where
+        the machine has not so much memory left, of which it takes all at once."""
+        with contextlib.suppress(OSError):  # others may take the pages meanwhile
+            if size := _in_huge_pages(nbytes):
+                return SharedMemory._filled(os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_HUGETLB), nbytes, size)
         try:
-            if nbytes > (left := _available()):  # taking it would make the kernel kill
+            if nbytes > (left := _meminfo().get("MemAvailable", 1 << 62)):  # taking it would make the kernel kill
                 raise OSError(errno.ENOMEM, f"{bytes_text(left)} are available")
-            os.posix_fallocate(fd, 0, nbytes)
-            return SharedMemory(fd, nbytes)
+            return SharedMemory._filled(os.memfd_create("penstock", os.MFD_CLOEXEC), nbytes, nbytes)
         except OSError as error:
-            os.close(fd)
             raise BudgetError(
                 f"budgets.ram: {bytes_text(nbytes)} of memory that GPUs share cannot be had ({error.strerror}); lower "
                 "budgets.ram, or stop other programs"
             ) from error
+
+    @staticmethod
+    def _filled(fd: int, nbytes: int, size: int) -> SharedMemory:
+        """Memory of a file whose `size` is taken at once. Raises OSError."""
+        try:
+            os.ftruncate(fd, size)
+            memory = SharedMemory(fd, nbytes)
+            if len(nodes := memory_nodes()) > 1:
+                interleave(memory.map, nodes)
+            os.posix_fallocate(fd, 0, size)
+            return memory
+        except OSError:
+            os.close(fd)
+            raise
 
     @property
     def name(self) -> str:
@@ -75,12 +93,47 @@ class SharedMemory:
             self.fd = -1
 
 
-def _available() -> int:
-    """Bytes of memory that the kernel thinks can be had without swapping."""
+def _meminfo() -> dict[str, int]:
+    """Bytes, or numbers of pages, by the kernel's names."""
+    found = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62  # a kernel that does not say
+        name, _, value = line.partition(":")
+        number, _, unit = value.strip().partition(" ")
+        found[name] = int(number) * (1024 if unit == "kB" else 1)
+    return found
+
+
+def _in_huge_pages(nbytes: int) -> int:
+    """`nbytes` in whole huge pages, where so many are reserved and free; else 0."""
+    known = _meminfo()
+    page, free = known.get("Hugepagesize", 0), known.get("HugePages_Free", 0) - known.get("HugePages_Rsvd", 0)
+    pages = -(-nbytes // page) if page else 0
+    return pages * page if 0 < pages <= free else 0
+
+
+def memory_nodes() -> list[int]:
+    """NUMA nodes with memory."""
+    try:
+        parts = Path("/sys/devices/system/node/has_memory").read_text().strip().split(",")
+    except OSError:
+        return []
+    ends = [(first, last or first) for first, _, last in (part.partition("-") for part in parts) if first]
+    return [node for first, last in ends for node in range(int(first), int(last) + 1)]
+
+
+def interleave(memory: mmap.mmap, nodes: list[int]) -> bool:
+    """Have the pages of `memory` that are taken from now on come from all `nodes` in turns: each GPU reads all of it,
+    and that of one node would be as fast as that alone. Whether the kernel does so."""
+    number = _MBIND.get(platform.machine())
+    if number is None or not nodes:
+        return False
+    words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
+    for node in nodes:
+        words[node // 64] |= 1 << node % 64
+    view = (ctypes.c_char * len(memory)).from_buffer(memory)
+    call, length = ctypes.CDLL(None, use_errno=True).syscall, ctypes.c_ulong(len(memory))
+    bits = ctypes.c_ulong(64 * len(words) + 1)
+    return bool(call(number, ctypes.byref(view), length, _INTERLEAVE, words, bits, 0) == 0)
 
 
 class Counters:

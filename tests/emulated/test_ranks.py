@@ -17,9 +17,10 @@ SHARED = {"parallel": "context", "global_batch_size": 1, "kv_window": "auto"}
 BUDGETS = {"in RAM": {"gpu": "1GiB", "ram": "1GiB"}, "on NVMe": {"gpu": "least", "ram": "least"}}
 
 
-HYBRID: dict[str, Any] = {
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRID: dict[str, Any] = EXPERTS | {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 
@@ -50,6 +51,10 @@ def variables(cards: str) -> dict[str, str]:
 HOW: dict[str, dict[str, Any]] = {
     "data": {"shared": {}},
     "context": {"shared": SHARED},
+    "balanced routers": {
+        "shared": SHARED | {"router_aux_loss": 0.5},
+        "model": {"model_type": "qwen3_moe", "overrides": EXPERTS},
+    },
     "context with states": {"shared": SHARED, "model": {"model_type": "qwen3_next", "overrides": HYBRID}},
 }
 

@@ -220,6 +220,17 @@ def test_two_sockets_with_hyperthreads(tmp_path: Path) -> None:
     assert placement(GPU, cpus(range(128)), root) == Placement(lanes, drives, optimizer, optimizer_threads=24)
 
 
+def test_ranks_on_one_node_share_its_cores(tmp_path: Path) -> None:
+    siblings = {cpu: f"{cpu % 64},{cpu % 64 + 64}" for cpu in range(128)}
+    root = sockets(tmp_path, {0: "0-31,64-95", 1: "32-63,96-127"}, 1, siblings)
+    found = [placement(GPU, cpus(range(128)), root, part=(number, 3)) for number in range(3)]
+    parts = [one.lanes | one.drives | one.optimizer for one in found]
+    assert [len(part) for part in parts] == [20, 22, 22]
+    assert frozenset().union(*parts) == cpus(range(32, 64), range(96, 128))
+    assert found[0].lanes == cpus(range(32, 34), range(96, 98)), "of ten cores"
+    assert found[2].optimizer == cpus(range(55, 63), range(119, 127))
+
+
 def test_only_cpus_that_the_process_may_use(tmp_path: Path) -> None:
     root = sockets(tmp_path / "two", {0: "0-7", 1: "8-15"}, 0)
     found = placement(GPU, cpus(range(4, 12)), root)

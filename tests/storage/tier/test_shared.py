@@ -1,5 +1,8 @@
 """Memory and counters that processes share: what one writes the other sees, whoever waits wakes, nothing is left."""
 
+import contextlib
+import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -13,7 +16,7 @@ from cli_process import REPOSITORY
 
 from penstock.storage.files.errors import BudgetError, UserError
 from penstock.storage.generations.members import SharedChecksums
-from penstock.storage.tier.shared import Counters, SharedMemory
+from penstock.storage.tier.shared import Counters, SharedMemory, interleave, memory_nodes
 
 OTHER = """
 import sys, torch
@@ -43,6 +46,37 @@ def test_processes_take_turns() -> None:
         assert (values == -turn).all()
     assert other.wait() == 0
     memory.close()
+
+
+def test_it_is_of_huge_pages_where_they_are_reserved() -> None:
+    """And of ordinary ones where they are not, or the test may not reserve any."""
+    reserved = Path("/proc/sys/vm/nr_hugepages")
+    before = int(reserved.read_text())
+    try:
+        with contextlib.suppress(OSError):
+            reserved.write_text(str(before + 3))
+        more = int(reserved.read_text()) - before
+        memory = SharedMemory.create(5 << 20)
+        assert (len(memory.map) == 6 << 20) == (more >= 3), "three pages of 2 MiB"
+        assert memory.nbytes == 5 << 20
+        other = SharedMemory.open(memory.name, 5 << 20)
+        memory.map[-1:] = b"x"
+        assert (len(other.map), other.map[-1:]) == (len(memory.map), b"x")
+        beyond = SharedMemory.create(64 << 20)  # more than is reserved
+        assert len(beyond.map) == 64 << 20
+    finally:
+        with contextlib.suppress(OSError):
+            reserved.write_text(str(before))
+
+
+def test_pages_are_taken_from_all_nodes_in_turns() -> None:
+    memory = SharedMemory.create(1 << 20)
+    nodes = memory_nodes()
+    assert nodes == sorted(set(nodes))
+    assert nodes
+    assert interleave(memory.map, nodes) or ctypes.get_errno() == errno.EPERM, "a container may forbid it"
+    assert not interleave(memory.map, [1000])
+    assert not interleave(memory.map, [])
 
 
 def test_who_waits_in_vain_is_told() -> None:
