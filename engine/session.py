@@ -164,19 +164,17 @@ class Session:
             if ranks.count > 1:
                 own = {"counters": 8 * len(KINDS) * ranks.count, "checksums": 16 * store.num_parts()}
                 own["traffic"] = 16 * ranks.count * len(store.drives)
-                balance, size = compute.runner.layers.balance, 8 * ranks.count
-                wide = {
-                    "routes": 0 if balance is None else balance.counts.numel(),
-                    "ratios": plan.problem.micro_batches,
-                }
-                own |= {table: size * wide[table] for table in TABLES if wide[table]}
+                balance = compute.runner.layers.balance
+                numbers = 0 if balance is None else balance.counts.numel(), plan.problem.micro_batches
+                sizes = {name: 8 * ranks.count * wide for name, wide in zip(TABLES, numbers, strict=True) if wide}
+                own |= sizes
                 shared = shared_arena(ranks, own | shared_slots(plan))
                 counters = Counters(shared.slot("counters", own["counters"]), ranks.check)
                 checksums = shared.slot("checksums", own["checksums"]).view(torch.int64).view(2, -1)
                 moved = shared.slot("traffic", own["traffic"]).view(torch.int64)
                 self._moved = moved.view(ranks.count, len(store.drives), 2)
-                for table in set(TABLES) & set(own):
-                    tables[table] = shared.slot(table, own[table]).view(torch.float64).view(ranks.count, -1)
+                for table, nbytes in sizes.items():  # in one order on all ranks
+                    tables[table] = shared.slot(table, nbytes).view(torch.float64).view(ranks.count, -1)
             self.ram: RamMemory = allocate_ram(plan, shared)
             self.exchange = Exchange(plan, self.ram, counters, tables, self.executor.note_wait)
             if ranks.count > 1:

@@ -58,10 +58,17 @@ def ranks_of(process_id: int) -> list[int]:
     return found
 
 
+EXPERTS = ["model.model_type=qwen3_moe", "train.router_aux_loss=0.5"]
+EXPERTS += ['model.overrides={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}']
+"""Where routers send tokens is known to all."""
+
+
 @pytest.mark.parametrize("parallel", ["data", "context"])
 def test_a_run_on_several_is_the_run_on_one(cli: Cli, parallel: str) -> None:
     """State, losses, validations and samples to the bit; and what moved to and from the drive is that of all."""
-    how = ("--set", f"train.parallel={parallel}", "--set", "train.kv_window=auto", "--set", "budgets.gpu=1MiB")
+    settings = [f"train.parallel={parallel}", "train.kv_window=auto", "budgets.gpu=1MiB"]
+    settings += EXPERTS if parallel == "data" else []
+    how = [each for one in settings for each in ("--set", one)]
     runs = {n: cli.folder / f"{parallel}{n}" for n in (1, 2, 3)}
     said = {n: cli.run("train", "tiny.py", "--gpus", str(n), "--run-dir", runs[n].name, *how).stdout for n in runs}
     assert "2 processes on the CPU train this run together" in said[2]
