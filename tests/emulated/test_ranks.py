@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import comparisons
 import pytest
 from recipe_texts import recipe_text
 
@@ -42,6 +43,10 @@ def checksums(run: Path) -> list[tuple[str, tuple[int, ...]]]:
         store.close()
 
 
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
+
+
 def variables(cards: str) -> dict[str, str]:
     """Of processes that see these cards, which compute as this one's does."""
     path = os.pathsep.join((str(REPOSITORY / "src"), os.environ["PYTHONPATH"]))
@@ -59,22 +64,43 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+def trained(folder: Path, count: int) -> Path:
+    """The run directory of tiny.py in `folder`, trained on so many cards."""
+    environment = variables("0,1,2") | {"OMP_NUM_THREADS": "1", "STANDIN_DELAY_US": "200"}
+    command = [sys.executable, "-m", "penstock.app.cli.main", "train", "tiny.py", "--run-dir", f"on{count}"]
+    ended = subprocess.run(
+        [*command, "--gpus", str(count)], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert count == 1 or f"{count} GPUs train this run together" in ended.stdout
+    return folder / f"on{count}"
+
+
+REWARD = "def letters(completions, **_):\n    return [float(text.count('e')) for text in completions]\n"
+
+
+def test_completions_are_sampled_by_all_cards(tmp_path: Path) -> None:
+    path = comparisons.write(tmp_path / "rows.jsonl", [{"prompt": row["prompt"]} for row in comparisons.pairs(6)])
+    (tmp_path / "reward.py").write_text(REWARD)
+    grpo = {"reward": [f"{tmp_path}/reward.py:letters"], "beta": 0.1, "num_generations": 2, "num_iterations": 2}
+    grpo |= {"max_completion_length": 5}
+    train = {"device": "cuda", "steps": 3, "objective": "grpo", "global_batch_size": 6, "micro_batch_size": 2}
+    train |= {"replicas": 3, "lr": 1e-2, "compute_dtype": "bfloat16", "deterministic": True}
+    data = {"source": "prompts", "path": str(path), "tokenizer_vocab_size": 300, "sequence_length": 40}
+    text = recipe_text(data=data, model={"vocab_size": None}, train=train, budgets=BUDGETS["in RAM"], grpo=grpo)
+    (tmp_path / "tiny.py").write_text(text)
+    found = [(checksums(run), losses(run)) for run in (trained(tmp_path, count) for count in (1, 3))]
+    assert found[0] == found[1]
+    assert found[0][1][-1] > 1e-9, "the divergence from the reference"
+
+
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("where", BUDGETS)
 def test_any_number_of_cards_gives_the_same_bits(where: str, how: str, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(recipe(BUDGETS[where], **HOW[how]))
-    environment = variables("0,1,2") | {"OMP_NUM_THREADS": "1", "STANDIN_DELAY_US": "200"}
-    found = []
-    for count in (1, 2, 3):
-        command = [sys.executable, "-m", "penstock.app.cli.main", "train", "tiny.py", "--run-dir", f"on{count}"]
-        ended = subprocess.run(
-            [*command, "--gpus", str(count)], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert count == 1 or f"{count} GPUs train this run together" in ended.stdout
-        found.append(checksums(tmp_path / f"on{count}"))
-        losses = [json.loads(line)["loss"] for line in (tmp_path / f"on{count}" / "metrics.jsonl").open()]
-        assert 5 < losses[0] < 7, "that of guesses among 300 tokens: kernels compute"
+    runs = [trained(tmp_path, count) for count in (1, 2, 3)]
+    assert all(5 < losses(run)[0] < 7 for run in runs), "that of guesses among 300 tokens: kernels compute"
+    found = [checksums(run) for run in runs]
     assert found[0] == found[1] == found[2]
 
 
