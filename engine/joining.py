@@ -14,12 +14,12 @@ from penstock.engine.events import Observer
 from penstock.engine.generate.prompts import prepare_prompts
 from penstock.engine.hf.constants import CONSTANTS_FILE, read_constants_file
 from penstock.engine.kernels import choose_kernels, kernel_query
-from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.compilers import Compilation
 from penstock.engine.machine.device import compute_dtype, resolve_device
 from penstock.engine.model.spec import ModelSpec
 from penstock.engine.plan.plan import Plan
 from penstock.engine.preparing import Checklist
+from penstock.engine.ranks.placing import place_rank
 from penstock.engine.ranks.ranks import Ranks
 from penstock.engine.run_model import describe_run
 from penstock.engine.runtime.compute import Compute
@@ -49,7 +49,7 @@ def join_session(ranks: Ranks, recipe: Recipe, *, run_dir: Path, observer: Obser
     """The session of a rank that is not the first, once that has made its decisions, by which `recipe` is a little
     different."""
     device = resolve_device(recipe.train)
-    placement = place_threads(device, ranks)
+    placement = place_rank(device, ranks)
     decided: Decisions = ranks.hear()
     recipe, spec, plan, train = decided.recipe, decided.spec, decided.plan, decided.recipe.train
     prepared = describe_run(recipe, run_dir, Checklist(observer)).data

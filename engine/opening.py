@@ -43,7 +43,6 @@ from penstock.engine.hf.stored import require_stored, with_scales
 from penstock.engine.image_check import check_images
 from penstock.engine.joining import Decisions
 from penstock.engine.kernels import KernelQuery, choose_kernels, kernel_query, kernel_record, report_kernels
-from penstock.engine.machine.affinity import place_threads
 from penstock.engine.machine.budgets import run_budgets
 from penstock.engine.machine.compilers import Compilation, find_compilation
 from penstock.engine.machine.device import compute_dtype, resolve_device, why_no_cuda
@@ -62,6 +61,7 @@ from penstock.engine.plan.plan import Plan
 from penstock.engine.plan.problem import NO_VISION
 from penstock.engine.preparing import Checklist
 from penstock.engine.ranks.count import require_replicas
+from penstock.engine.ranks.placing import place_rank
 from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.engine.record import (
     recorded_kernels,
@@ -143,7 +143,7 @@ def open_session(
             f"{validation.num_documents:,} documents held out",
             detail=True,
         )
-    drives, placement = drive_folders(run_dir, recipe.storage), place_threads(device, ranks)
+    drives, placement = drive_folders(run_dir, recipe.storage), place_rank(device, ranks)
     root = state_folder(run_dir)
     going_on = resume and (root / "manifest.json").exists()
     machine = this_machine(device)

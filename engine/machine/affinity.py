@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from penstock.engine.machine.limits import lines_of
-from penstock.engine.ranks.ranks import ALONE, Ranks
 
 SYSFS = Path("/sys")
 
@@ -63,19 +62,25 @@ class Placement:
             os.sched_setaffinity(0, before)
 
 
-def place_threads(device: torch.device, ranks: Ranks = ALONE) -> Placement | None:
-    """Where the threads of a run on `device` go; None without a GPU, or with too few CPUs to share out. `ranks`: each
-    calls it, and those whose GPUs are on one node share its cores."""
+def place_threads(device: torch.device, part: tuple[int, int] = (0, 1)) -> Placement | None:
+    """Where the threads of a run on `device` go; None without a GPU, or with too few CPUs to share out. `part`: see
+    `placement`."""
     if device.type != "cuda" or not hasattr(os, "sched_getaffinity"):
         return None
+    return placement(_address(device), frozenset(os.sched_getaffinity(0)), part=part)
+
+
+def gpu_node(device: torch.device) -> int:
+    """NUMA node of a GPU; -1 where none is known."""
+    return _node(_address(device), SYSFS)
+
+
+def _address(device: torch.device) -> str:
+    """On the PCI bus; empty where torch does not say."""
     gpu: Any = torch.cuda.get_device_properties(device)
-    address = ""
-    if hasattr(gpu, "pci_bus_id"):
-        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    nodes = ranks.all_of(_node(address, SYSFS))
-    before = nodes[: ranks.rank].count(nodes[ranks.rank])
-    part = before, nodes.count(nodes[ranks.rank])
-    return placement(address, frozenset(os.sched_getaffinity(0)), part=part)
+    if not hasattr(gpu, "pci_bus_id"):
+        return ""
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def placement(
@@ -99,7 +104,6 @@ def placement(
 
 
 def _node(pci_address: str, sysfs: Path) -> int:
-    """NUMA node of a GPU; -1 where none is known."""
     return int(next(lines_of(sysfs / "bus/pci/devices" / pci_address / "numa_node"), -1))
 
 

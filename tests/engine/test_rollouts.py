@@ -67,9 +67,13 @@ def run(
 ) -> None:
     """Steps on completions of twelve tokens at most, two steps for each generation, on a budget in which weights and
     state are on NVMe."""
-    if not resume:
-        (folder.with_suffix(".py")).write_text(reward)
-    tiny.train_run(folder, observer, resume=resume, ranks=ranks, **sections(folder, **changes))
+
+    def prepared() -> dict[str, Any]:
+        if not resume:
+            (folder.with_suffix(".py")).write_text(reward)
+        return sections(folder, **changes)
+
+    tiny.train_run(folder, observer, resume=resume, ranks=ranks, **ranks.of_first(prepared))
 
 
 def sections(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from penstock.app.console.rows import Glyphs, Row, beside, exactly
 from penstock.app.runs.ops import action_of, location_text, op_text
-from penstock.engine.events import Span
 from penstock.storage.files.units import bytes_text, rate_text, seconds_text
 from penstock.tui.data.critical import Blockers, IdleTotal, StepAnalysis
 from penstock.tui.data.run_data import UnderWay
@@ -35,7 +34,7 @@ def span_row(view: SpanView, row: int) -> Row:
 
 def waited_text(view: SpanView, row: int) -> str:
     """What an op waited for: of the ops that were not done when its lane reached it, the one that ended last."""
-    waited, awaited = view.waited(row), awaited_text(view.span(row))
+    waited, awaited = view.waited(row), awaited_text(view, row)
     if not waited:
         return f"waited for {awaited or 'nothing'}"
     rows = [result for result in map(view.row_of_id, waited) if result is not None]
@@ -46,9 +45,9 @@ def waited_text(view: SpanView, row: int) -> str:
     return f"waited for {op_name(last)} ({last.lane}){more}" + (f", then {awaited}" if awaited else "")
 
 
-def awaited_text(span: Span) -> str:
+def awaited_text(view: SpanView, row: int) -> str:
     """The other GPUs that an op waited for as it ran, the one that took longest first."""
-    ordered = sorted(span.awaited, key=lambda pair: -pair[1])
+    ordered = sorted(view.span(row).awaited, key=lambda pair: -pair[1])
     return ", ".join(f"GPU {gpu} ({seconds_text(seconds)})" for gpu, seconds in ordered)
 
 
@@ -260,7 +259,7 @@ def _waiting_rows(view: SpanView, row: int) -> list[Row]:
     for i, other in enumerate(waited[:_MOST_WAITED]):
         took_s = float(view.end_s[other] - view.start_s[other])
         rows.append(_other_row(view, other, "waited" if i == 0 else "", f"   took {seconds_text(took_s)}"))
-    if awaited := awaited_text(view.span(row)):
+    if awaited := awaited_text(view, row):
         rows.append([("as it ran", "dim"), (f" waited for {awaited}", "text")])
     if not view.waited(row):
         rows.append([("waited   ", "dim"), ("for nothing", "text")])
