@@ -173,8 +173,7 @@ def _log_probabilities(session: Session, generation: Generation, *, of_reference
     passes = [batches[at : at + size] for at in range(0, len(batches), size)]
     first, build = _FIRST_PASS + of_reference * len(batches), partial(evaluation, of_reference=of_reference)
     own = evaluations(session, passes[ranks.rank :: ranks.count], first=first, build=build)
-    of_rank = ranks.all_of([data.scores.tolist() for data in own])
-    found = [score for i in range(len(passes)) for score in of_rank[i % ranks.count][i // ranks.count]]
+    found = [score for scores in ranks.in_turns([data.scores.tolist() for data in own]) for score in scores]
     masked = session.recipe.grpo.mask_truncated_completions
     result, at = [], 0
     for ids, ended in zip(generation.completions, generation.ended, strict=True):

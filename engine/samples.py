@@ -6,6 +6,7 @@ that writes samples computes the same bits as one of the same plan that does not
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,5 +77,4 @@ def continued(
         due = committed and session.builder.uncommitted
         forward = Forward(session, lengths, copies=copies, new_tokens=new_tokens, commit=due)
         found.append(decode(forward, some, how, copies=copies, first=members.start * copies))
-    of_rank = ranks.all_of(found if own else [])
-    return [one for i in range(len(groups)) for one in of_rank[i % ranks.count][i // ranks.count]]
+    return list(itertools.chain.from_iterable(ranks.in_turns(found if own else [])))

@@ -115,6 +115,5 @@ def _evaluated(
         return
     own = [*itertools.islice(validation.passes(group), ranks.rank, None, ranks.count)]
     own = own or [*itertools.islice(validation.passes(group), 1)]
-    of_rank = ranks.all_of([result for _, result in found(own)])
-    for number, micro_batches in enumerate(validation.passes(group)):
-        yield micro_batches, of_rank[number % ranks.count][number // ranks.count]
+    # Where there are fewer passes than ranks, what others have found once more comes last.
+    yield from zip(validation.passes(group), ranks.in_turns([result for _, result in found(own)]), strict=False)

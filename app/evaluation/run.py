@@ -21,6 +21,7 @@ from penstock.app.console.working import say, working
 from penstock.app.evaluation.svg import heat_maps
 from penstock.app.runs.files import json_text
 from penstock.app.sampling.sample import find_model, opened
+from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.storage.files import child
 from penstock.storage.files.disk import atomic_write
 from penstock.storage.files.errors import UserError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from penstock.app.evaluation.harness import TaskNames
     from penstock.app.evaluation.queried import QueriedModel
     from penstock.engine.data.text.chat import ChatTemplate
-    from penstock.engine.ranks.ranks import Ranks
 
 _NAME_CHARS = 60
 
@@ -146,7 +146,6 @@ def _ranks(gpus: int | None, device: str, given: Any) -> Iterator[Ranks]:
     with loading():
         from penstock.engine.ranks.count import query_count
         from penstock.engine.ranks.processes import Processes
-        from penstock.engine.ranks.ranks import ALONE
     count, visible = query_count(gpus, device)
     if count == 1:
         yield ALONE

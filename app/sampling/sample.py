@@ -16,6 +16,7 @@ from penstock.app.runs.checkpoints import checkpoint_named
 from penstock.app.runs.directory import RunDir, find_run, is_live, read_recipe
 from penstock.app.sampling.exported import base_folder
 from penstock.engine.config import parse_bytes
+from penstock.engine.ranks.ranks import ALONE, Ranks
 from penstock.storage.files.errors import UserError
 from penstock.storage.files.links import require_no_entry
 from penstock.storage.files.units import seconds_text
@@ -24,7 +25,6 @@ from penstock.storage.files.untrusted import printable, shell
 if TYPE_CHECKING:
     from penstock.engine.generate.decode import Decoding
     from penstock.engine.opened_model import OpenedModel
-    from penstock.engine.ranks.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def opened(
     gpu: str | int | None = None,
     ram: str | int | None = None,
     device: str = "auto",
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> Iterator[OpenedModel]:
     """A run, by its directory or its name, or a model: a Hugging Face folder or a name on the hub. `gpu`, `ram`: sizes
     as recipes have them; None: what is free. `ranks`: each opens it. UserError for what is neither."""
@@ -60,14 +60,13 @@ def opened(
     with ExitStack() as stack:
         if run is not None:
             checkpoint = checkpoint_named(run, checkpoint)
-            if checkpoint is None and (ranks is None or ranks.first):
+            if checkpoint is None and ranks.first:
                 if is_live(run):
                     now = shell("penstock", "checkpoint", run, "now")
                     raise UserError(f"{run}: is running; keep a checkpoint of it (`{now}`), then add --checkpoint now")
                 stack.enter_context(RunDir.open(run, read_only=True))
         with loading():
             from penstock.engine.opened_model import OpenedModel
-            from penstock.engine.ranks.ranks import ALONE
 
         recipe = None if run is None else read_recipe(run)
         yield stack.enter_context(
@@ -79,7 +78,7 @@ def opened(
                 ram_bytes=ram_bytes,
                 device=device,
                 base=None if run is not None else base_folder(where),
-                ranks=ranks or ALONE,
+                ranks=ranks,
             )
         )
 

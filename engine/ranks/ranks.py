@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ RANK, COUNT, PIPE, PARENT = "PENSTOCK_RANK", "PENSTOCK_RANKS", "PENSTOCK_PIPE", 
 """Variables by which a rank's process is told who it is, and the number of its end of the pipe."""
 
 T = TypeVar("T")
+_NONE: Any = object()
+"""In the place of what a rank has not taken."""
 
 
 class Ranks:
@@ -56,6 +59,11 @@ class Ranks:
             return self.of_first(lambda: [value, *(self._receive(rank) for rank in range(1, self.count))])
         self._send(0, value)
         return self.hear()  # type: ignore[no-any-return]
+
+    def in_turns(self, own: Sequence[T]) -> list[T]:
+        """Of things that ranks take in turns, from the first on, all; `own`: what this one has taken."""
+        turns = itertools.zip_longest(*self.all_of(own), fillvalue=_NONE)
+        return [one for turn in turns for one in turn if one is not _NONE]
 
     def meet(self) -> None:
         """Return once all ranks have called it."""
