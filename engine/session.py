@@ -161,8 +161,10 @@ class Session:
             counters: Counters | None = None
             shared: HostArena | None = None
             tables: dict[str, torch.Tensor] = {}
+            of_chunks: Counters | None = None
             if ranks.count > 1:
                 own = {"counters": 8 * len(KINDS) * ranks.count, "checksums": 16 * store.num_parts()}
+                own |= {"chunks": 8 * ranks.count * len(plan.chunks)} if plan.choice.spread else {}
                 own["traffic"] = 16 * ranks.count * len(store.drives)
                 balance = compute.runner.layers.balance
                 numbers = 0 if balance is None else balance.counts.numel(), plan.problem.micro_batches
@@ -170,13 +172,15 @@ class Session:
                 own |= sizes
                 shared = shared_arena(ranks, own | shared_slots(plan))
                 counters = Counters(shared.slot("counters", own["counters"]), ranks.check)
+                if "chunks" in own:
+                    of_chunks = Counters(shared.slot("chunks", own["chunks"]), ranks.check)
                 checksums = shared.slot("checksums", own["checksums"]).view(torch.int64).view(2, -1)
                 moved = shared.slot("traffic", own["traffic"]).view(torch.int64)
                 self._moved = moved.view(ranks.count, len(store.drives), 2)
                 for table, nbytes in sizes.items():  # in one order on all ranks
                     tables[table] = shared.slot(table, nbytes).view(torch.float64).view(ranks.count, -1)
             self.ram: RamMemory = allocate_ram(plan, shared)
-            self.exchange = Exchange(plan, self.ram, counters, tables, self.executor.note_wait)
+            self.exchange = Exchange(plan, self.ram, counters, tables, self.executor.note_wait, of_chunks)
             if ranks.count > 1:
                 store.share(Committing(self.exchange), checksums)
         if device.type == "cuda":
@@ -234,7 +238,7 @@ class Session:
     def fetch(self) -> StepData:
         known = dict(self.loader.measured)
         whole = self.loader.next_step()
-        own = [whole[self.exchange.micro_batch(i)] for i in range(self.plan.problem.micro_batches)]
+        own = [whole[self.plan.in_step(i)] for i in range(self.plan.problem.micro_batches)]
         alone = len(own) == len(whole)
         return self.carrier.step(self.look(own), self.loader.cursor, known, None if alone else whole)
 

@@ -101,6 +101,10 @@ class TrainConfig:
     """Groups of experts (train.expert_groups) that no token of a step is sent to are neither moved nor updated in it;
     when one is needed again, it catches up to the same bits. Fetching a layer's first group begins only once its router
     has run, so that this pays where most steps leave groups idle."""
+    spread_experts: bool | None = None
+    """With several GPUs and train.expert_groups: each GPU computes some of a layer's groups of experts, for the tokens
+    of all GPUs, and reads the weights of those alone. That pays where a step has few tokens for each GPU, and needs as
+    many groups as GPUs. Hidden states go through RAM. none lets the plan choose."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations in the forward and backward pass; master weights and moments are always float32.
     auto is bfloat16, but float32 on a CPU without bfloat16 instructions, where it is several times faster, and on a GPU

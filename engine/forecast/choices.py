@@ -40,6 +40,7 @@ def dimensions(problem: PlanInput, num_chunks: int) -> dict[str, list[Any]]:
         "spare_slots": [1, 2],
         "group": _groups(problem),
         "offloaded_graphs": _offloaded_graphs(problem),
+        "spread": _spread(problem),
     }
 
 
@@ -50,6 +51,12 @@ def _groups(problem: PlanInput) -> list[int]:
     while size > max(1, problem.apart):
         result.append(size := problem.group_of(-(-size // 2)))
     return result
+
+
+def _spread(problem: PlanInput) -> list[bool]:
+    if problem.spread_experts is None and problem.may_spread:
+        return [False, True]
+    return [bool(problem.spread_experts)]
 
 
 def _offloaded_graphs(problem: PlanInput) -> list[OffloadedGraphs]:
@@ -69,7 +76,7 @@ def options(problem: PlanInput) -> dict[str, list[Any]]:
 def frugal_choices(problem: PlanInput) -> Iterator[PlanOptions]:
     """The choices that need least of each tier: one of them fits, or a plan is refused."""
     values = options(problem)
-    names = ["group", "streamed", "recompute", "ram_first", "gpu_first"]
+    names = ["group", "streamed", "recompute", "ram_first", "gpu_first", *["spread"] * values["spread"][0]]
     ends = {name: list(dict.fromkeys((result[0], result[-1]))) for name, result in values.items()}
     ends["ram_first"] = values["ram_first"]
     if problem.activation_checkpointing == "none":  # else what leaves need not be saved

@@ -106,6 +106,7 @@ class Costs:
         self._calibration = on.calibration or Calibration()
         self._documents = plan.row_documents if on.documents is None else on.documents
         self._chunks = {chunk.index: chunk for chunk in plan.filled_chunks(on.filled)}
+        others = {chunk.index: chunk for chunk in plan.others(on.filled)}
         streams = plan.filled_streams(on.filled) if plan.streamed else ()
         self._keys = {(chunk.micro_batch, chunk.ordinal): chunk for stream in streams for chunk in stream}
         self._tokens_of_step = sum(chunk.end - chunk.start for chunk in self._chunks.values())
@@ -113,6 +114,7 @@ class Costs:
             (sum(chunk.end - chunk.start for chunk in group) for group in plan.groups(list(self._chunks.values()))),
             default=0,
         )
+        self._chunks |= others
         self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))
@@ -170,8 +172,9 @@ class Costs:
         return COPY_S + (end - start) / self._update
 
     def _add(self, op: Op) -> float:
-        """Every rank's part is read, and the sum, which is written again."""
-        moved = op.nbytes * (self.plan.problem.ranks + 2)
+        """What ranks have found of the part is read, and the sum, which is written again."""
+        found = 1 if a.OF_RANK in op.slots else self.plan.problem.ranks
+        moved = op.nbytes * (found + 2)
         return COPY_S + moved / (self._update * self._update_bytes)
 
     def _read(self, op: Op) -> float:
@@ -186,7 +189,7 @@ class Costs:
 
     def _buffer(self, op: Op) -> float:
         numel = self.plan.buffers[op.block].numel
-        moved = self._update_bytes if op.action.phase == "update" else FP32
+        moved = self._update_bytes if op.action.phase == "update" else FP32 * (3 if op.action is a.ADD_REPLICA else 1)
         return COPY_S + numel * moved / self._machine.gpu_copy_bytes_per_s
 
     def _dequantise(self, op: Op) -> float:

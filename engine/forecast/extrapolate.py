@@ -211,12 +211,13 @@ def _runs(plan: Plan) -> list[_Run]:
     """Blocks in order; layers in runs of equals."""
     sets = (plan.saved_graphs, plan.offloaded_graphs, plan.saved_on_gpu, plan.spilled)
     counts = [Counter(block for block, _ in keys) for keys in sets]
-    same, references = representatives(plan.blocks), plan.problem.references
+    same, references, spread = representatives(plan.blocks), plan.problem.references, plan.spread
     kinds: list[object] = []
     for i, block in enumerate(plan.blocks):
         names = _with_references(block, references)
         buffers = [replace(plan.buffers[name], name="", reference_of=None) for name in names]
-        kinds.append((same[i], buffers, i in plan.recomputed, *(count[i] for count in counts)))
+        placed = i in plan.recomputed, spread.get(i), *(count[i] for count in counts)
+        kinds.append((same[i], buffers, *placed))
     distinct: list[object] = []
     for kind in kinds:
         if kind not in distinct:

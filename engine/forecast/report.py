@@ -284,6 +284,7 @@ _WORDS: dict[str, dict[Any, str]] = {
     },
     "stages": {4: "four parts in flight", 2: "two parts in flight"},
     "spare_slots": {1: "one layer fetched ahead", 2: "two layers fetched ahead"},
+    "spread": {True: "experts spread over the GPUs", False: "all experts on every GPU"},
     "offloaded_graphs": {
         "none": "no graph leaves the GPU",
         "rest": "graphs leave for what room RAM has left",

@@ -161,6 +161,7 @@ class PlanRequest:
             last_good=storage.keep_good is not None,
             scores=objective.whole_sequences,
             routing=self._routing if train.skip_idle_experts else None,
+            spread_experts=train.spread_experts,
             # The loss of the routers' balance is over all of a step's tokens, as is KTO's KL divergence.
             one_group=spec.balances_routers(train.router_aux_loss) or objective.mismatched,
         )
@@ -302,7 +303,8 @@ class PlanRequest:
             return self
         experts, result, best_s = num_experts(self.spec), self, math.inf
         refused: BudgetError | None = None
-        for number in (n for n in range(1, experts + 1) if experts % n == 0):
+        least = self.ranks if train.spread_experts else 1
+        for number in (n for n in range(least, experts + 1) if experts % n == 0):
             recipe = replace(self.recipe, train=replace(train, expert_groups=number))
             task = replace(self, spec=cut(self.spec, number), recipe=recipe)
             try:
@@ -312,9 +314,10 @@ class PlanRequest:
                 if error.tier != "gpu":
                     break  # smaller blocks take as much elsewhere
                 continue
-            if step_s >= best_s:
+            if step_s >= best_s and number >= self.ranks:  # so many may be spread
                 break
-            result, best_s = task, step_s
+            if step_s < best_s:
+                result, best_s = task, step_s
         if result is self and refused is not None:
             raise refused
         return result

@@ -214,7 +214,7 @@ def decisions(plan: Plan) -> tuple[Any, ...]:
     buffers = tuple((b.weights, b.state, b.gradient, b.sums) for b in plan.buffers.values())
     sets = (plan.spilled, plan.recomputed, plan.saved_on_gpu, plan.saved_graphs, plan.offloaded_graphs)
     slots = (plan.state_stages, plan.part_stages, plan.activation_stages, *plan.weight_slots.values())
-    return plan.max_chunk_tokens, plan.group, buffers, sets, slots, plan.streamed
+    return plan.max_chunk_tokens, plan.group, buffers, sets, slots, plan.streamed, plan.choice.spread
 
 
 def search(

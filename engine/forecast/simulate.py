@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.engine.events import Span
 from penstock.engine.forecast.costs import Costs, is_device_local
@@ -65,14 +66,15 @@ def simulate(costs: Costs, *, settled: bool = True) -> Simulation:
     """
     plan, on = costs.plan, costs.on
     builder, clocks, streams = ScheduleBuilder(plan), Clocks(on.machine), plan.filled_streams(on.filled)
+    batch: dict[str, Any] = {"documents": on.documents, "streams": streams, "others": plan.others(on.filled)}
     start = 0.0
     if settled:
-        first = builder.ops(training(plan, 1, documents=on.documents, streams=streams))
+        first = builder.ops(training(plan, 1, **batch))
         clocks.run(first, costs)
         start = clocks.done_at[first[-1].id]
     else:
         builder.follow(1)
-    second = builder.ops(training(plan, 2, documents=on.documents, streams=streams))
+    second = builder.ops(training(plan, 2, **batch))
     clocks.run(second, costs, from_s=start + BETWEEN_STEPS_S)
     end = clocks.done_at[second[-1].id]
     spans = clocks.spans(start)

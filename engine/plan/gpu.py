@@ -90,7 +90,10 @@ class GpuPlacement(Saving):
                 more = 1 + self.shares[pool] if self.grouped else 0
                 # A shard's gradient is complete only once all shards have given theirs of its keys and values.
                 apart = self.problem.rounds if self.problem.sharded and layer else 1
-                gradients[pool] = min(summed * apart, self.at_once[pool] * apart + layer * (1 + more))
+                # Of experts of its own a rank adds up all replicas' gradients, each summed by itself before.
+                added = self.choice.spread and layer
+                at_once = self.at_once[pool] * apart + layer * (1 + more) + added
+                gradients[pool] = min(summed * apart * (1 + added), at_once)
         return weights, gradients, nbytes
 
     def gpu_parts(self) -> dict[str, int]:

@@ -148,6 +148,44 @@ class Plan:
         return replace(self, rank=rank, chunks=cut_chunks(self.problem, rank)) if self.problem.ranks > 1 else self
 
     @property
+    def spread(self) -> dict[int, int]:
+        """Group of experts -> the rank that computes it in a training step, of all ranks' chunks: a layer's groups are
+        dealt in turns. Empty where each rank computes all blocks of its own."""
+        groups = self.problem.groups_of_experts if self.choice.spread else []
+        return {block: i % self.problem.ranks for each in groups for i, block in enumerate(each)}
+
+    @property
+    def unspread(self) -> Plan:
+        """The same with all blocks computed by each rank."""
+        return replace(self, choice=replace(self.choice, spread=False))
+
+    def others(self, filled: Filled | None, multiple: int = 1) -> list[Chunk]:
+        """The other ranks' chunks of a step, where experts are spread: numbered on from this rank's own, first those of
+        the next rank, then of the one behind it, and so on. `filled`: of all the step's micro-batches, or of a rank's,
+        as all others' are; `multiple`: see filled_streams."""
+        p, result = self.problem, list[Chunk]()
+        for offset in range(1, p.ranks if self.choice.spread else 1):
+            other = self.of_rank((self.rank + offset) % p.ranks) if p.sharded else self
+            of = filled
+            if filled is not None and len(filled) > p.micro_batches:
+                rank = (self.rank + offset) % p.ranks
+                of = [filled[self.in_step(number, rank)] for number in range(p.micro_batches)]
+            first = offset * len(self.chunks)
+            result += [replace(c, index=first + c.index) for c in own(other.filled_streams(of, multiple))]
+        return result
+
+    def rank_of(self, chunk: int) -> int:
+        """Whose the chunk of that number is."""
+        return (self.rank + chunk // len(self.chunks)) % self.problem.ranks
+
+    def in_step(self, micro_batch: int, rank: int | None = None) -> int:
+        """Where a micro-batch of a rank, by default this one, is among those of the whole step."""
+        p, size = self.problem, self.problem.replica_micro_batches
+        if p.sharded:
+            return micro_batch
+        return (micro_batch // size * p.ranks + (self.rank if rank is None else rank)) * size + micro_batch % size
+
+    @property
     def streams(self) -> Streams:
         """Per micro-batch all of its chunks, of this rank or not."""
         if self.problem.sharded:
@@ -196,8 +234,8 @@ class Plan:
         return len(self.chunks) if self.num_groups == 1 else self.group * self.window_chunks
 
     def index_in_group(self, chunk: int) -> int:
-        """The index, within its group, of the step's chunk of that index."""
-        return chunk % self.num_group_chunks
+        """The index, within its group, of the step's chunk of that index; other ranks' keep theirs."""
+        return chunk if chunk >= len(self.chunks) else chunk % self.num_group_chunks
 
     @property
     def lazy(self) -> frozenset[str]:
@@ -331,6 +369,7 @@ class Plan:
             "layer_chunks": self.num_group_chunks * sum(bool(b.saved_inputs) and b.backward for b in self.blocks),
             "spilled_activations": {"chunks": len(self.spilled), "bytes": self.spill_bytes},
             "saved_on_gpu": {"chunks": len(self.saved_on_gpu), "bytes": self.tiers["gpu"].parts["saved activations"]},
+            "spread_experts": self.choice.spread,
             "recomputed_blocks": [self.blocks[i].name for i in sorted(self.recomputed)],
             "saved_graphs": {"chunks": len(self.saved_graphs), "bytes": self.tiers["gpu"].parts["saved graphs"]},
             "offloaded_graphs": {

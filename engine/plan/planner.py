@@ -167,7 +167,7 @@ class _Planner(GpuPlacement):
             return (((b.name, kind), self.kind_bytes(b, kind)) for b, kind in result)
 
         def saved() -> Iterator[tuple[tuple[int, int], int]]:
-            elsewhere = (self.saved_graphs - self.offloaded_graphs) | self.saved_on_gpu
+            elsewhere = (self.saved_graphs - self.offloaded_graphs) | self.saved_on_gpu | self.shared_keys
             return ((key, self.saved_bytes(*key)) for key in self.backward_order() if key not in elsewhere)
 
         first = self.choice.ram_first
@@ -202,7 +202,7 @@ class _Planner(GpuPlacement):
         if self.offloaded_graphs:
             widest = max(widest, graph_slot_bytes(p, self.max_chunk))
         stream, passing = self.stream_bytes(), self.block_bytes(spilling)
-        in_place = self.saved_graphs - self.offloaded_graphs
+        in_place = (self.saved_graphs - self.offloaded_graphs) | self.shared_keys
         pinned = sum(self.saved_bytes(*key) for key in in_place)
         saved = pinned if spilling else self.all_saved_bytes()
         part = p.state_part_numel
@@ -404,7 +404,8 @@ def make_plan(problem: PlanInput, choice: PlanOptions) -> Plan:
                 refusals.append(error)
         raise min((e for e in refusals if e.tier == refusals[-1].tier), key=lambda error: error.need_bytes)
     assert not choice.streamed or problem.may_stream, "a layer with a recurrent state is never cut at its attention"
-    if problem.one_group:
+    choice = replace(choice, spread=choice.spread and problem.may_spread)
+    if problem.one_group or choice.spread:
         choice = replace(choice, group=0)  # whatever a run had chosen before it balanced its routers
     plan = _Planner(problem, choice).plan()
     if choice.offloaded_graphs != "none" and not plan.offloaded_graphs:

@@ -345,6 +345,8 @@ class PlanInput:
     """The loss of a target depends on those of its whole sequence (engine/objectives): the head is visited twice."""
     routing: Routing | None = None
     """Of a mixture whose groups of experts are skipped where a step sends them nothing; None: nothing is skipped."""
+    spread_experts: bool | None = False
+    """Whether each rank computes some of a layer's groups of experts for all ranks' tokens; None: as is faster."""
     one_group: bool = False
     """Backward needs what all of the step's forward finds, so that all micro-batches are one group."""
 
@@ -442,6 +444,23 @@ class PlanInput:
         return {number: self.blocks[first].inputs[0] for number, first in sorted(firsts.items())}
 
     @property
+    def groups_of_experts(self) -> list[list[int]]:
+        """The blocks that are groups of experts, of each layer that has any."""
+        result: list[list[int]] = []
+        for number, block in enumerate(self.blocks):
+            if block.sent_to is not None:
+                result[-1].append(number)
+            elif "sent" in block.input_kinds:
+                result.append([number])
+        return result
+
+    @property
+    def may_spread(self) -> bool:
+        """Whether ranks may have groups of experts of their own: each has some of every layer's."""
+        groups = self.groups_of_experts
+        return self.ranks > 1 and bool(groups) and all(len(each) >= self.ranks for each in groups)
+
+    @property
     def may_stream(self) -> bool:
         """Whether keys and values may pass through the compute device: a layer that also carries a recurrent state is
         never cut at its attention."""
@@ -498,3 +517,5 @@ class PlanOptions:
     group: int = 0
     """Micro-batches that go forward and backward before the next ones do; 0: all of a step."""
     offloaded_graphs: OffloadedGraphs = "none"
+    spread: bool = False
+    """Each rank computes some of a layer's groups of experts, for the tokens of all ranks."""

@@ -55,6 +55,9 @@ class Saving:
         self.layers = [i for i, block in enumerate(p.blocks) if block.saved_inputs]
         self.saving = [i for i in self.layers if p.blocks[i].backward]
         """Layers that save anything for a backward."""
+        first = {groups[0] for groups in p.groups_of_experts if choice.spread}
+        self.shared_keys = {(i, c.index) for i in self.saving if i in first for c in self.group_chunks}
+        """(block, chunk) of what other ranks compute experts with, in RAM."""
         self.attending = [i for i in self.saving if p.blocks[i].attends and not p.blocks[i].recurrent]
         """Those of which attention may be recomputed."""
         self.streamed = choice.streamed or p.sharded
@@ -135,7 +138,8 @@ class Saving:
         """Let saved activations stay on the GPU, backward's first ones first, while `left` bytes last; whether all do.
         None where every graph has to be saved and may leave, as what is held is saved without its graph."""
         may = not (self.offloads and self.problem.activation_checkpointing == "none")
-        taken, nbytes, whole = fitting(self.backward_order() if may else (), lambda key: self.saved_bytes(*key), left)
+        keys = (key for key in self.backward_order() if may and key not in self.shared_keys)
+        taken, nbytes, whole = fitting(keys, lambda key: self.saved_bytes(*key), left)
         self.saved_on_gpu.update(taken)
         self.on_gpu_bytes += nbytes
         return whole

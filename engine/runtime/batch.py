@@ -109,6 +109,8 @@ class StepData(Batch):
     whole: Sequence[MicroBatch]
     """All micro-batches of the step, of which `micro_batches` are those of this rank; loss, targets and weights are of
     all of them."""
+    others: dict[int, Chunk]
+    """Other ranks' chunks, of which this one computes experts, by number (Plan.others)."""
 
     loss: float = math.nan
     grad_norm: float = math.nan
@@ -125,6 +127,11 @@ class StepData(Batch):
     @property
     def num_trained(self) -> int:
         return self.num_targets - sum(m.num_compared for m in self.whole)
+
+    @property
+    def extent(self) -> dict[str, Any]:
+        documents = [m.documents for m in self.micro_batches]
+        return {"documents": documents, "streams": self.streams, "others": list(self.others.values())}
 
 
 @dataclass(slots=True)
@@ -202,7 +209,8 @@ class BatchCarrier:
         """`whole`: all of the step's, where these are those of one rank."""
         batch = self._batch(micro_batches)
         whole = batch["micro_batches"] if whole is None else whole
-        return StepData(**batch | _counts(whole), cursor=cursor, known=known or {}, whole=whole)
+        others = {chunk.index: chunk for chunk in self._plan.others([m.filled for m in whole], self._multiple)}
+        return StepData(**batch | _counts(whole), cursor=cursor, known=known or {}, whole=whole, others=others)
 
     def evaluation(self, micro_batches: Sequence[MicroBatch], *, with_statistics: bool = False) -> EvaluationData:
         """Of as many micro-batches as a step has, or fewer."""

@@ -55,7 +55,8 @@ class BlockOps:
         plan = views.plan
         self._number = {name: i for i, name in enumerate(plan.buffers)}
         # What "clip" reads of a step, in one tensor so that it is one copy.
-        self._sizes = [len(plan.chunks), len(plan.buffers), 2 * len(plan.blocks) * len(plan.chunks)]
+        everyone = plan.problem.ranks if plan.choice.spread else 1
+        self._sizes = [len(plan.chunks), len(plan.buffers), 2 * len(plan.blocks) * len(plan.chunks) * everyone]
         self._report = torch.zeros(sum(self._sizes), device=self._device)
         self._losses, self._square_norms, self._marks = self._split_report(self._report)
         # Of each target of an evaluation its log-probability and statistics, and whether it is the likeliest token; of
@@ -220,7 +221,7 @@ class BlockOps:
     def _split_report(self, report: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses [chunks], squared norms [buffers] and marks [2, blocks, chunks] in a step's report."""
         losses, squares, marks = report.split(self._sizes)
-        return losses, squares, marks.view(2, -1, self._sizes[0])
+        return losses, squares, marks.view(2, len(self._views.plan.blocks), -1)
 
 
 def _file(op: Op) -> str:

@@ -176,6 +176,7 @@ def _send_in_turn(raw: Tensor, tokens: int, runner: ModelRunner) -> None:
 def _units(plan: Plan, costs: Costs, documents: Sequence[Sequence[int]]) -> Iterator[_Unit]:
     """The compute ops of a step on chunks of full length."""
     tasks: dict[tuple[str, int], dict[str, list[Op]]] = {}
+    plan = plan.unspread
     for op in ScheduleBuilder(plan).ops(training(plan, 1, documents=documents)):
         if op.action in _UNTIMED:
             continue

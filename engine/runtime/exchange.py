@@ -39,12 +39,14 @@ class Exchange:
         counters: Counters | None,
         tables: Mapping[str, Tensor] | None = None,
         on_wait: Callable[[int, float], None] | None = None,
+        of_chunks: Counters | None = None,
     ) -> None:
-        """`counters`: of all ranks, KINDS times their number; None for the only one. `tables`: of TABLES those that are
+        """`counters`: of all ranks, KINDS times their number; None for the only one. `of_chunks`: one for each chunk of
+        all ranks, where they compute experts of all. `tables`: of TABLES those that are
         needed, float64 [ranks, what each has], in shared memory. `on_wait`: told of each rank that is waited for, and
         of the seconds."""
         self._plan, self.rank, self._ram, self._counters = plan, plan.rank, ram, counters
-        self._tables, self._on_wait = tables or {}, on_wait
+        self._tables, self._on_wait, self._of_chunks = tables or {}, on_wait, of_chunks
         self.count = plan.problem.ranks
         self._met: Counter[str] = Counter()
         self._first_part: dict[str, int] = {}
@@ -64,11 +66,15 @@ class Exchange:
             self._counters.post(KINDS.index(kind) * self.count + self.rank, value)
 
     def _await(self, kind: str, rank: int, value: int) -> None:
-        index = KINDS.index(kind) * self.count + rank
-        if self._counters is None or rank == self.rank or self._counters[index] >= value:
+        if self._counters is not None and rank != self.rank:
+            self._wait(self._counters, KINDS.index(kind) * self.count + rank, rank, value)
+
+    def _wait(self, counters: Counters, index: int, rank: int, value: int) -> None:
+        """For a counter that another rank raises."""
+        if counters[index] >= value:
             return
         began = time.perf_counter()
-        self._counters.wait(index, value)
+        counters.wait(index, value)
         if self._on_wait is not None:
             self._on_wait(rank, time.perf_counter() - began)
 
@@ -92,8 +98,10 @@ class Exchange:
         self._post("handed over", op.slots[a.SEQUENCE] + 1)
 
     def parts(self, op: Op) -> Iterator[Tensor]:
-        """The op's part of every rank's gradient, float32, in descending order of replicas; it is free at the end."""
-        for rank in reversed(range(self.count)):
+        """The op's part of every rank's gradient, float32, in descending order of replicas, or of that of the only one
+        that has any; it is free at the end."""
+        alone = op.slots.get(a.OF_RANK)
+        for rank in reversed(range(self.count)) if alone is None else (alone,):
             self._await("handed over", rank, op.slots[a.SEQUENCE] + 1)
             yield self._slot(op, rank)
         self._post("freed", op.slots[a.SEQUENCE] + 1)
@@ -107,6 +115,17 @@ class Exchange:
         then of all of them without rounding, so that it does not depend on how many threads there are."""
         rows = torch.linalg.vector_norm(gradient.view(-1, ALIGN_NUMEL), dim=1, dtype=torch.float64)
         self._ram.squares[self._first_part[op.block] + op.index] = math.fsum(rows.square().tolist())
+
+    # ------------------------------------------------------------------ spread experts
+
+    def signal_chunk(self, op: Op) -> None:
+        """The op's chunk may go on elsewhere. Its counter is raised by whoever has the chunk, one after the other."""
+        assert self._of_chunks is not None
+        self._of_chunks.post(op.slots[a.PLACE], op.slots[a.SEQUENCE])
+
+    def await_chunk(self, op: Op) -> None:
+        assert self._of_chunks is not None
+        self._wait(self._of_chunks, op.slots[a.PLACE], op.slots[a.OF_RANK], op.slots[a.SEQUENCE])
 
     # ------------------------------------------------------------------ shared sequences
 
@@ -160,14 +179,7 @@ class Exchange:
 
     def number(self, chunk: Chunk) -> int:
         """Where a chunk of this rank is among those of the whole step."""
-        return self._plan.stream_chunks * self.micro_batch(chunk.micro_batch) + chunk.ordinal
-
-    def micro_batch(self, local: int) -> int:
-        """Where a micro-batch of this rank is among those of the whole step."""
-        if self._plan.problem.sharded:
-            return local
-        size = self._plan.problem.replica_micro_batches
-        return (local // size * self.count + self.rank) * size + local % size
+        return self._plan.stream_chunks * self._plan.in_step(chunk.micro_batch) + chunk.ordinal
 
     # ------------------------------------------------------------------ weights
 

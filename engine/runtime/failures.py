@@ -59,8 +59,9 @@ def describe(op: Op, plan: Plan) -> str:
 
 
 def _tokens(plan: Plan, index: int) -> str:
-    chunk = plan.chunks[index]
-    return f"(micro-batch {chunk.micro_batch}, tokens {chunk.start} to {chunk.end})"
+    rank = plan.rank_of(index)
+    chunk, whose = plan.of_rank(rank).chunks[index % len(plan.chunks)], "" if rank == plan.rank else f" of GPU {rank}"
+    return f"(micro-batch {chunk.micro_batch}{whose}, tokens {chunk.start} to {chunk.end})"
 
 
 def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor) -> str | None:
@@ -70,10 +71,10 @@ def first_not_finite(plan: Plan, losses: Tensor, squares: Tensor, marks: Tensor)
         return None
     of_loss, (forward, backward), blocks = losses.tolist(), marks.tolist(), range(len(plan.blocks))
     for group in plan.groups(plan.chunks):
-        chunks = range(group[0].index, group[-1].index + 1)
+        chunks = range(marks.shape[2]) if plan.choice.spread else range(group[0].index, group[-1].index + 1)
         in_order = itertools.chain(
             (("the output", block, chunk, forward[block][chunk]) for block in blocks for chunk in chunks),
-            (("the loss", blocks[-1], chunk, of_loss[chunk]) for chunk in chunks[::-1]),
+            (("the loss", blocks[-1], c.index, of_loss[c.index]) for c in group[::-1]),
             (
                 ("the gradient of the input", block, chunk, backward[block][chunk])
                 for block in blocks[::-1]

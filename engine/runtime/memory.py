@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -180,7 +181,22 @@ def shared_slots(plan: Plan) -> dict[str, int]:
     ring = dict.fromkeys((f"ring.{rank}.{i}" for rank, i in _ring_slots(plan)), problem.state_part_numel * FP32)
     weights = {f"{b.name}.weights": b.nbytes for b in plan.buffers.values() if b.weights == "ram"}
     tables = {"squares": _num_parts(plan) * 8, "losses": problem.num_chunks * 8}
-    return tables | ring | weights | _shared_windows(plan)
+    spread = {name: nbytes for name, _, nbytes in _passed_on(plan)}
+    return tables | ring | weights | _shared_windows(plan) | spread
+
+
+def _passed_on(plan: Plan) -> Iterator[tuple[str, tuple[str, int] | tuple[int, int], int]]:
+    """Name, place and bytes of what waits of any rank's chunk where ranks compute experts of all: what is between two
+    blocks, by space and number of the chunk; what is sent to experts, as far as it is saved, by block and number."""
+    firsts = [groups[0] for groups in plan.problem.groups_of_experts] if plan.choice.spread else []
+    for rank in range(plan.problem.ranks) if firsts else ():
+        of_rank, first = plan.of_rank(rank), (rank - plan.rank) % plan.problem.ranks * len(plan.chunks)
+        for c in of_rank.chunks:
+            for space, nbytes in between_bytes(plan.problem, c.end - c.start).items():
+                yield f"{space}.{rank}.{c.index}", (space, first + c.index), nbytes
+            for block in firsts:
+                if sizes := of_rank.saved_activations(block, c.index):
+                    yield f"{block}.sent.{rank}.{c.index}", (block, first + c.index), sizes["sent"]
 
 
 def _shared_windows(plan: Plan) -> dict[str, int]:
@@ -231,13 +247,19 @@ def allocate_ram(plan: Plan, shared: HostArena | None = None) -> RamMemory:
             # What is complete takes the place of what was summed so far.
             ram.sums[name] = ram.buffers[name]["gradient"]
             ram.buffers[name]["gradient"] = ram.sums[name].view(gradient_dtype)[: buffer.numel]
-    for chunk in boundary_chunks(problem, plan.group_chunks):
+    for name, place, nbytes in _passed_on(plan):
+        where, number = place
+        if isinstance(where, str):
+            ram.between[where, number] = common.slot(name, nbytes)
+        else:
+            ram.saved_activations[where, number] = {"sent": common.slot(name, nbytes)}
+    for chunk in () if plan.choice.spread else boundary_chunks(problem, plan.group_chunks):
         for space, nbytes in between_bytes(problem, chunk.end - chunk.start).items():
             ram.between[space, chunk.index] = ram.arena.slot(f"{space}.{chunk.index}", nbytes)
     for chunk in plan.group_chunks:
         for i, block in enumerate(plan.blocks):
             key = (i, chunk.index)
-            if key in plan.spilled or key in plan.saved_on_gpu:
+            if key in plan.spilled or key in plan.saved_on_gpu or key in ram.saved_activations:
                 continue
             sizes = plan.saved_activations(*key).items()
             ram.saved_activations[key] = {

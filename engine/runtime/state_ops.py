@@ -134,6 +134,13 @@ class StateOps:
     def _signal_gradient(self, op: Op) -> None:
         self._exchange.signal(op)
 
+    @handles(a.ADD_REPLICA)
+    def _add_replica(self, op: Op) -> None:
+        views = self._views
+        views.flat("gradient", op.block, op.slots[op.block]).add_(
+            views.flat("gradient", op.block, op.slots[a.gradient_of(op.block)])
+        )
+
     @handles(a.READ_GRADIENT)
     def _read_gradient(self, op: Op) -> Future[Any]:
         return self._nvme.read(op.block, "gradient", op.index, self._staged(op, torch.float32))
@@ -174,6 +181,14 @@ class StateOps:
     @handles(a.AWAIT_STATE)
     def _await_state(self, op: Op) -> None:
         self._exchange.await_state(op)
+
+    @handles(a.SIGNAL_CHUNK)
+    def _signal_chunk(self, op: Op) -> None:
+        self._exchange.signal_chunk(op)
+
+    @handles(a.AWAIT_CHUNK)
+    def _await_chunk(self, op: Op) -> None:
+        self._exchange.await_chunk(op)
 
     @handles(a.ADD_DKV)
     def _add_dkv(self, op: Op) -> None:

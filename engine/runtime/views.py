@@ -94,7 +94,8 @@ class Views:
         """The op's chunk, as far as it holds tokens."""
         if op.batch < 0:
             return self.samples[op.batch].chunks[op.index].chunk
-        return self.batch(op).cut[op.index]
+        batch = self.batch(op)
+        return batch.cut[op.index] if op.index in batch.cut else self.steps[op.step].others[op.index]
 
     def keys(self, op: Op) -> Chunk:
         """The chunk of keys that a streamed op is about: its own, or the one that it names."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.engine.branches.base import BRANCHES
-from penstock.engine.plan.activations import ACTIVATIONS
+from penstock.engine.plan.activations import ACTIVATIONS, BETWEEN
 from penstock.engine.schedule import resources as r
 from penstock.engine.schedule.action import Action as Action
 from penstock.engine.schedule.action import Cost, Lane, Move, Phase, Skips, Work
@@ -35,7 +35,7 @@ DQ = "dq"
 PLACE = "place"
 """Where keys and values, or their gradients, are in the windows that ranks share (plan/windows.py: shared_regions)."""
 OF_RANK = "of_rank"
-"""Who hands it on."""
+"""Who hands it on, or alone has found a gradient."""
 OF_RANKS = "of_ranks"
 """Ranks whose gradients of a chunk's keys and values there are, a bit each."""
 PIECES = "pieces"
@@ -309,6 +309,9 @@ DEQUANTISE = _action(
     writes=(r.GPU_COPY,),
     skips="load",
 )
+ADD_REPLICA = _action(
+    "add_replica", "compute", Cost.BUFFER, "adds a replica's gradient to those before it", adds=(r.GPU_GRADIENT,)
+)
 UPDATE_ON_GPU = _action(
     "update_on_gpu",
     "compute",
@@ -486,6 +489,21 @@ AWAIT_STATE = _action(
     Cost.SIGNAL,
     "waits for the recurrent state that another GPU hands on",
     writes=(r.RAM_HANDED_ON,),
+)
+_BETWEEN = tuple(dict.fromkeys(space for kind in BETWEEN if (space := ACTIVATIONS[kind].ram) is not None))
+SIGNAL_CHUNK = _action(
+    "signal_chunk",
+    "ranks",
+    Cost.SIGNAL,
+    "tells the GPU that goes on with a chunk that it may",
+    reads=(*_BETWEEN, r.SAVED["sent"]),
+)
+AWAIT_CHUNK = _action(
+    "await_chunk",
+    "h2d",
+    Cost.SIGNAL,
+    "waits for a chunk that another GPU computes experts of",
+    writes=(*_BETWEEN, r.SAVED["sent"]),
 )
 ADD_DKV = _action(
     "add_dkv",

@@ -36,7 +36,7 @@ class ActivationSchedule:
         self._emitter = emitter
         self._emit = emitter.emit
         self._pools = {row.gpu: Slots(row.gpu, row.slots) for row in ACTIVATIONS.values() if row.slots}
-        self._num_group_chunks = plan.num_group_chunks
+        self._num_chunks, self._num_group_chunks = len(plan.chunks), plan.num_group_chunks
         self._stages = Slots("ram.activation_stage", plan.activation_stages)
         without = {i for i, block in enumerate(plan.blocks) if not (block.backward and block.attends)}
         self._unsaved = plan.recomputed | without
@@ -77,8 +77,8 @@ class ActivationSchedule:
         return chunk is self.streams[chunk.micro_batch][-1]
 
     def key(self, layer: int, chunk: Chunk) -> tuple[int, int]:
-        """A layer's chunk as the plan's sets name it."""
-        return layer, chunk.index % self._num_group_chunks
+        """A layer's chunk as the plan's sets name it (Plan.index_in_group)."""
+        return layer, chunk.index if chunk.index >= self._num_chunks else chunk.index % self._num_group_chunks
 
     def content(self, layer: int, chunk: Chunk) -> tuple[int, int, int, int]:
         """What a slot holds that belongs to a layer's chunk in the step being emitted."""
@@ -147,7 +147,7 @@ class ActivationSchedule:
                 slots[a.STAGE] = self._unspill(kind, layer, chunk, keep=not last_use)
                 source: Resource = r.resource(r.RAM_ACTIVATION_STAGE, slots[a.STAGE])
             else:
-                source = self._region(kind, layer, chunk)
+                source = self.region(kind, layer, chunk)
             self._move(a.LOAD[kind], layer, chunk, [source], [r.activation(kind, slot)], slots)
         elif last_use:
             self._discard(kind, layer, chunk)
@@ -158,14 +158,32 @@ class ActivationSchedule:
         self.pool(kind).release(slot, keep=True)
         if mode in ("evaluate", "generate") and self._stay:
             return
-        region = self._region(kind, layer, chunk)
-        self._move(a.STORE[kind], layer, chunk, [r.activation(kind, slot)], [region], {a.SLOT: slot})
-        key, plan = self.key(layer, chunk), self._plan
-        saved = kind in plan.blocks[layer].saved_inputs and mode == "forward"
-        if saved and key in plan.spilled and key not in plan.saved_graphs:
-            self._spill(kind, layer, chunk, region, {})
+        self._store(kind, layer, chunk, slot)
+        if mode == "forward":
+            self._spill_input(kind, layer, chunk)
 
-    def _region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
+    def _store(self, kind: str, layer: int, chunk: Chunk, slot: int) -> None:
+        there = [self.region(kind, layer, chunk)]
+        self._move(a.STORE[kind], layer, chunk, [r.activation(kind, slot)], there, {a.SLOT: slot})
+
+    def _spill_input(self, kind: str, layer: int, chunk: Chunk) -> None:
+        """Of an input that backward needs and that is to be on NVMe."""
+        key, plan = self.key(layer, chunk), self._plan
+        if kind in plan.blocks[layer].saved_inputs and key in plan.spilled and key not in plan.saved_graphs:
+            self._spill(kind, layer, chunk, self.region(kind, layer, chunk), {})
+
+    def take_home(self, kind: str, layer: int, giver: int, chunk: Chunk) -> int:
+        """Slot with a block's input that another rank has made, computing block `giver`. It is saved as one made
+        here is."""
+        slot = self.pool(kind).take((kind, *self.content(layer, chunk)))
+        there = self.region(kind, giver, chunk)
+        self._move(a.LOAD[kind], giver, chunk, [there], [r.activation(kind, slot)], {a.SLOT: slot})
+        if self.region(kind, layer, chunk) != there:
+            self._store(kind, layer, chunk, slot)
+        self._spill_input(kind, layer, chunk)
+        return slot
+
+    def region(self, kind: str, layer: int, chunk: Chunk) -> Resource:
         """Where it waits: an input that is saved with what else is saved of the chunk, all else by the chunk."""
         key, block = self.key(layer, chunk), self._plan.blocks[layer]
         saved = kind in block.saved_inputs and block.backward

@@ -24,6 +24,7 @@ from penstock.engine.schedule.passes import Group, Pass, Task, tasks
 from penstock.engine.schedule.resources import Resource
 from penstock.engine.schedule.samples import SampleSchedule
 from penstock.engine.schedule.shared import SharedActivations, SharedStreaming
+from penstock.engine.schedule.spreading import Spreading
 from penstock.engine.schedule.state import Load, StateSchedule
 from penstock.engine.schedule.streaming import Operands, Streaming, inputs, role
 
@@ -44,6 +45,7 @@ class ScheduleBuilder:
         ways = plan, self._emitter, self._activations, self._emit_block, self._outputs
         self._streaming = (SharedStreaming if shared else Streaming)(*ways)
         self._samples = SampleSchedule(plan, self._emitter)
+        self._spreading = Spreading(plan, self._emitter, self._activations)
         self._pass = Pass(step=0, groups=[], ends=a.CLIP)
         """The one whose ops are being emitted."""
         self._updated: set[int] = set()
@@ -76,6 +78,7 @@ class ScheduleBuilder:
         self._emitter.step, self._emitter.batch = pass_.step, pass_.batch
         self._pass = pass_
         self._state.whole = not pass_.trains
+        self._spreading.begin(pass_)
         self._updated.clear()
         for _ in self._visits(tasks(pass_.groups), commit_previous):
             yield self._emitter.take()
@@ -124,6 +127,8 @@ class ScheduleBuilder:
         for number, (task, following) in enumerate(zip(tasks, [*tasks[1:], None], strict=True)):
             # The next operands travel while this op computes, unless this op makes them.
             early = following is not None and (following.visit - 1, following.chunk) != (task.visit, task.chunk)
+            if early and following is not None and self._pass.spread and task.layer not in self._pass.spread:
+                early = not self._spreading.waits(following)  # what this op may still load would come behind that
             next_loaded = self._load(following) if following is not None and early else None
             self._compute(task, loaded)
             # The next block's weights come between this one's small copies, and are there well before its end.
@@ -170,13 +175,13 @@ class ScheduleBuilder:
         task = visits[visit]
         block = self._plan.blocks[task.layer]
         loads: list[Load] = []
-        new = task.layer not in self._updated
-        if new or (task.layer in self._senders and task.mode == "forward"):  # experts that the groups before needed not
-            self._updated.add(task.layer)
-            for name in block.buffers:
-                if self._first_user[name] == task.layer:
+        for layer in self._due(task):
+            new = layer not in self._updated
+            self._updated.add(layer)
+            for name in self._plan.blocks[layer].buffers:
+                if self._first_user[name] == layer:
                     loads += self._state.update(name, write_through=commit and new, fetched=True)
-            if commit and task.layer == len(self._plan.blocks) - 1:
+            if commit and layer == len(self._plan.blocks) - 1:
                 if loads:
                     loads.append(self._state.commit)
                 else:
@@ -188,6 +193,18 @@ class ScheduleBuilder:
                 if not self._plan.buffers[name].frozen:
                     loads += self._state.fetch_sum(name, turns)
         return loads
+
+    def _due(self, task: Task) -> list[int]:
+        """Blocks to be updated before a visit. Whoever computes experts, all ranks update them, and the block behind
+        them, at one place in their programs: behind the first chunk of the last block that each computes itself."""
+        if task.layer in self._senders and task.mode == "forward":  # experts that the groups before needed not
+            return [task.layer]
+        first = last = task.layer
+        while first - 1 in self._pass.spread:
+            first -= 1
+        while last in self._pass.spread:
+            last += 1
+        return [layer for layer in range(first, last + 1) if layer not in self._updated]
 
     def _end_visit(self, task: Task, visits: list[Task]) -> list[tuple[int, deque[Load]]]:
         """The block has seen all of the pass's chunks: its weights may go, and gradients that are complete do. Returns
@@ -201,7 +218,13 @@ class ScheduleBuilder:
         offloading: list[tuple[int, deque[Load]]] = []
         for name in block.buffers if done else ():
             is_last = self._last_user.get(name) == task.layer
-            if self._plan.problem.adds_replicas and name in self._last_user:
+            if task.layer in self._pass.spread and name in self._last_user:
+                self._state.replica = self._replica(task)
+                if self._state.replica:
+                    self._state.add_replica(name)
+                if self._spreading.ends(task):
+                    self._state.hand_over(name, ends=True, last=True, of_rank=self._plan.rank)
+            elif self._plan.problem.adds_replicas and name in self._last_user:
                 for replica in self._ended(task):
                     self._state.replica = replica
                     self._state.hand_over(name, ends=is_last, last=is_last and task.chunk.index == replica == 0)
@@ -215,10 +238,18 @@ class ScheduleBuilder:
                     offloading.append((until, stores))
                 else:
                     _emit_share(stores, 1)
+        self._state.replica = 0
+        for layer in task.left_out:
+            for name in self._plan.blocks[layer].buffers:
+                if name in self._last_user:
+                    self._state.hand_over(name, ends=True, last=True, of_rank=self._pass.spread[layer])
         return offloading
 
     def _replica(self, task: Task) -> int:
-        """Which of the sums that are open at once a task adds to: of several shards, where ranks share sequences."""
+        """Which of the sums that are open at once a task adds to: of several shards, where ranks share sequences; of
+        experts of all ranks' chunks that of the first replicas, or one that is then added to it."""
+        if task.layer in self._pass.spread:
+            return int(not self._spreading.begins(task))
         return self._plan.replica(task.chunk) if self._plan.problem.sharded else 0
 
     def _ended(self, task: Task) -> Iterable[int]:
@@ -265,6 +296,7 @@ class ScheduleBuilder:
         if task.mode == "generate" and task.first:
             self._samples.open(layer)
         kinds = block.input_kinds if block.inputs else ()
+        foreign = self._spreading.receive(task) if self._pass.spread else None
         ends = task.mode == "backward" and self._shares_attention(block)
         begins = task.mode in ("backward_top", "backward") and not ends
         if begins or ends:
@@ -273,7 +305,10 @@ class ScheduleBuilder:
             of_output = self._plan.blocks[self._next[layer]].input_kinds if layer in self._next else ()
             kinds = (*(() if has_graph else kinds), *(GRADIENT_OF[kind] for kind in of_output))
         for kind in kinds:
-            loaded[kind] = self._activations.load(kind, task.mode, layer, chunk)
+            if kind == a.X and foreign is not None and layer not in self._pass.spread and not begins:
+                loaded[kind] = self._activations.take_home(kind, layer, foreign, chunk)
+            else:
+                loaded[kind] = self._activations.load(kind, task.mode, layer, chunk)
         if ends:  # what backward has handed down so far
             assert isinstance(self._activations, SharedActivations)
             loaded[a.DQ] = self._activations.load_dq(layer, chunk)
@@ -312,8 +347,13 @@ class ScheduleBuilder:
             activations.store_saved(a.GRAPH, task.mode, task.layer, chunk, slots[a.GRAPH])
         if block.recurrent:
             activations.end_state(task.mode, task.layer, chunk, slots, saves=reread and task.mode == "forward")
+        foreign = self._spreading.taker(task) if self._pass.spread and outputs else None
+        if foreign is not None and other not in self._pass.spread and task.mode == "forward":
+            other = task.layer  # its owner saves what the block behind begins with
         for kind in outputs:
             activations.store(kind, task.mode, other, chunk, slots[role(kind)])
+        if foreign is not None:
+            self._spreading.pass_on(task, outputs, other)
         for kind in loaded.keys() & BETWEEN:
             # What is saved of a block's inputs is read again in backward.
             more = kind == a.SENT and task.mode != "backward"  # there may be another branch

@@ -7,8 +7,8 @@ builder (engine/schedule/builder.py) emits the ops of any pass.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from penstock.engine.plan.chunks import Chunk, Streams, own
@@ -18,7 +18,7 @@ from penstock.engine.schedule.actions import Action
 from penstock.engine.schedule.kinds import Mode
 
 Visit = tuple[Mode, int, list[Chunk]]
-"""A mode, the index of a block, and the chunks that it computes, in their order."""
+"""A mode, the index of a block, and the chunks that it computes, in their order; none where another rank does."""
 Documents = Sequence[Sequence[int]]
 """Per micro-batch the sorted starts of its documents, with their prefixes (attention/spans.py)."""
 
@@ -52,28 +52,46 @@ class Pass:
     """How many of them attention moves through the compute device's memory, as often as it does."""
     of_reference: bool = False
     """Computed with the first values of all that is trained."""
+    spread: Mapping[int, int] = field(default_factory=dict)
+    """Block -> the rank that computes it, where that is one for the chunks of all."""
 
     @property
     def trains(self) -> bool:
         return self.batch == 0
 
 
-def training(plan: Plan, step: int, *, documents: Documents | None = None, streams: Streams | None = None) -> Pass:
+def training(
+    plan: Plan,
+    step: int,
+    *,
+    documents: Documents | None = None,
+    streams: Streams | None = None,
+    others: Sequence[Chunk] | None = None,
+) -> Pass:
     """Forward and backward of step `step`, group by group.
 
-    `streams`: what the step needs of the plan's (Plan.filled_streams); None: all of it.
+    `streams`: what the step needs of the plan's (Plan.filled_streams), and `others` of other ranks' chunks
+    (Plan.others); None: all of it.
     """
     streams = plan.streams if streams is None else streams
+    others = plan.others(None) if others is None else others
     groups = plan.groups(list(own(streams)))
-    result = [Group(members, _forward_backward(plan, members)) for members in groups]
-    return Pass(step=step, groups=result, ends=a.CLIP, streams=streams, documents=documents)
+    result = [Group(members, _forward_backward(plan, members, others)) for members in groups]
+    return Pass(step=step, groups=result, ends=a.CLIP, streams=streams, documents=documents, spread=plan.spread)
 
 
-def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
-    last, shared = len(plan.blocks) - 1, plan.problem.sharded
+def _forward_backward(plan: Plan, chunks: list[Chunk], others: Sequence[Chunk]) -> list[Visit]:
+    last, shared, spread = len(plan.blocks) - 1, plan.problem.sharded, plan.spread
     # Where replicas are added, each one's gradient is complete before the next one's begins.
     parts = _by_replica(plan, chunks)
-    visits = list(_forward(plan, "forward", chunks))
+    of_all = _by_replica(plan, [*chunks, *others]) if spread else []
+    visits: list[Visit] = []
+    for mode, block, order in _forward(plan, "forward", chunks):
+        if block in spread:  # one chunk of each rank in turns
+            mine, size = spread[block] == plan.rank, len(plan.chunks)
+            everyone = sorted([*chunks, *others], key=lambda c: (c.index % size, plan.rank_of(c.index)))
+            order = everyone if mine else []
+        visits.append((mode, block, order))
     if plan.problem.scores:
         visits.append(("score", last, chunks))
     # The loss goes in backward's order: its last gradients are the first ones needed.
@@ -81,6 +99,13 @@ def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
     for block in range(last - 1, -1, -1):
         if not plan.blocks[block].backward:
             break  # nothing is trained from here on down
+        if block in spread:
+            visits += (
+                [("backward", block, part) for part in of_all]
+                if spread[block] == plan.rank
+                else [("backward", block, [])]
+            )
+            continue
         if shared and plan.blocks[block].attends:
             visits += _shared_backward(plan, block, chunks)
             continue
@@ -98,10 +123,10 @@ def _forward_backward(plan: Plan, chunks: list[Chunk]) -> list[Visit]:
 
 
 def _by_replica(plan: Plan, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Those of each of the rank's replicas, the last replica and the last chunks first."""
-    result: dict[int, list[Chunk]] = {}
-    for chunk in reversed(chunks):
-        result.setdefault(plan.replica(chunk), []).append(chunk)
+    """Those of each replica, the last replica and the last chunks first."""
+    result: dict[tuple[int, int], list[Chunk]] = {}
+    for chunk in sorted(chunks, key=attrgetter("index"), reverse=True):
+        result.setdefault((plan.replica(chunk), plan.rank_of(chunk.index)), []).append(chunk)
     return [result[replica] for replica in sorted(result, reverse=True)]
 
 
@@ -208,17 +233,27 @@ class Task:
     chunk: Chunk
     first: bool
     last: bool
+    left_out: tuple[int, ...]
+    """Blocks of the visits that come next and that other ranks make, in backward."""
 
 
 def tasks(groups: Sequence[Group]) -> list[Task]:
     """All visits of a pass, chunk by chunk."""
     result: list[list[Task]] = []
-    count = sum(len(group.visits) for group in groups)
+    count = sum(bool(order) for group in groups for _, _, order in group.visits)
     for group in reversed(groups):
         following = after = None
+        left_out: tuple[int, ...] = ()
         for mode, block, order in reversed(group.visits):
             if after != block:
                 following, after = after, block
+            if not order:
+                left_out = (block, *left_out) if mode == "backward" else left_out
+                continue
             count -= 1
-            result.append([Task(group, count, mode, block, following, c, c is order[0], c is order[-1]) for c in order])
+            ends = order[0], order[-1]
+            result.append(
+                [Task(group, count, mode, block, following, c, c is ends[0], c is ends[1], left_out) for c in order]
+            )
+            left_out = ()
     return list(itertools.chain.from_iterable(reversed(result)))

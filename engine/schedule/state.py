@@ -301,12 +301,24 @@ class StateSchedule:
         if slots[name] != WHOLE:
             self._gradients[buffer.pool].release(slots[name])
 
-    def hand_over(self, name: str, *, ends: bool, last: bool) -> None:
+    def add_replica(self, name: str) -> None:
+        """The gradient of one more replica of `name` is complete: add it to the sum of those before it."""
+        one, (slot, into) = self.gradient(name), (self.gradient_slot[name, replica] for replica in (self.replica, 0))
+        del self.gradient_slot[name, self.replica]
+        self._begun.discard((name, self.replica))
+        self.replica = 0
+        slots = {a.gradient_of(name): slot, name: into}
+        self._emit(a.ADD_REPLICA, name, reads=[one], writes=[self.gradient(name)], slots=slots)
+        self._gradients[self._plan.buffers[name].pool].release(slot)
+
+    def hand_over(self, name: str, *, ends: bool, last: bool, of_rank: int | None = None) -> None:
         """The gradient of a replica of `name` is complete: it goes part by part through the ring to the ranks that own
         the parts, which add it to those before it. `ends`: no other block adds to it; `last`: with it the step's
-        gradient is complete."""
+        gradient is complete; `of_rank`: who alone has found it, where that is of all replicas."""
         buffer, emit = self._plan.buffers[name], self._emit
-        source, slots = self.gradient(name), {name: self.gradient_slot.pop((name, self.replica))}
+        found, alone = of_rank in (None, self._rank), {} if of_rank is None else {a.OF_RANK: of_rank}
+        source: Resource = self.gradient(name) if found else ()
+        slots = {name: self.gradient_slot.pop((name, self.replica))} if found else {}
         self._begun.discard((name, self.replica))
         apart = name in self._apart and not ends
         new = (name, apart) not in self._added
@@ -315,17 +327,18 @@ class StateSchedule:
         for part in range(buffer.num_parts):
             number, owner = self._handed_over, buffer.owner(part)
             full = len(self._ring_owners) == RING_PARTS
-            place = {a.RING: number % RING_PARTS, a.SEQUENCE: number}
+            place = {a.RING: number % RING_PARTS, a.SEQUENCE: number} | alone
             freed = {a.FREED_BY: self._ring_owners[0]} if full else {}
             self._ring_owners.append(owner)
             self._handed_over += 1
             ring = r.resource(r.RAM_RING, place[a.RING])
-            self._move(a.HAND_OVER, buffer, part, [source], [ring], slots | place | freed, FP32)
-            if buffer.ranks > 1:
-                emit(a.SIGNAL_GRADIENT, name, part, reads=[ring], writes=[], slots=place)
+            if found:
+                self._move(a.HAND_OVER, buffer, part, [source], [ring], slots | place | freed, FP32)
+                if buffer.ranks > 1:
+                    emit(a.SIGNAL_GRADIENT, name, part, reads=[ring], writes=[], slots=place)
             if owner == self._rank:
                 self._add(buffer, part, ring, place, flags)
-        if slots[name] != WHOLE:
+        if slots.get(name, WHOLE) != WHOLE:
             self._gradients[buffer.pool].release(slots[name])
         if last:
             self._added -= {(name, False), (name, True)}

@@ -32,11 +32,15 @@ class Rank:
         if op.action is a.HAND_OVER and a.FREED_BY in op.slots:
             return self._all[op.slots[a.FREED_BY]].freed >= op.slots[a.SEQUENCE] + 1 - RING_PARTS
         if op.action is a.ADD_GRADIENT:
-            return all(r is self or r.handed_over > op.slots[a.SEQUENCE] for r in self._all)
+            return all(r is self or r.handed_over > op.slots[a.SEQUENCE] for r in self._givers(op))
         if op.action is a.AWAIT_WEIGHTS:
             self.updated = op.slots[a.SEQUENCE]
             return all(r.updated >= op.slots[a.SEQUENCE] for r in self._all)
         return True
+
+    def _givers(self, op: Op) -> "Sequence[Rank]":
+        """Whose gradients an op adds."""
+        return [self._all[op.slots[a.OF_RANK]]] if a.OF_RANK in op.slots else self._all
 
     def perform(self, op: Op) -> None:
         self.left.discard(op.id)
@@ -46,7 +50,9 @@ class Rank:
         elif op.action is a.SIGNAL_GRADIENT:
             self.handed_over = op.slots[a.SEQUENCE] + 1
         elif op.action is a.ADD_GRADIENT:
-            assert all(rank.ring[op.slots[a.RING]] == part for rank in self._all), "all ranks' same part is there"
+            assert all(rank.ring[op.slots[a.RING]] == part for rank in self._givers(op)), (
+                "all ranks' same part is there"
+            )
             self.freed = op.slots[a.SEQUENCE] + 1
             self.added.append((op.block, op.index))
 
