@@ -38,6 +38,7 @@ def trained(ranks: Ranks, folder: Path, steps: int, seed: str, settings: dict[st
     """Loss and gradient norm of so many steps, the last of which is committed; ops are delayed at random."""
     with tiny.session(folder, ranks=ranks, **settings) as session:
         tiny.delay(session, random.Random(f"{seed} {ranks.rank}"))
+        assert bool(session.plan.spread) == (settings.get("spread", False) and ranks.count > 1)
         metrics = tiny.steps(session, steps)
         ranks.meet()  # nobody leaves while others need it
         return [(m.loss, m.grad_norm) for m in metrics]
@@ -112,6 +113,35 @@ SHARING: dict[str, dict[str, Any]] = {
 def test_whatever_shares_them(tmp_path: Path, case: str) -> None:
     found = {run(tmp_path / str(n), n, 2, **SHARING[case])[0] for n in (1, 3)}
     assert len(found) == 1
+
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "on all tiers": {},
+    "bfloat16, compiled": {"compute_dtype": "bfloat16", "compile": "on"},
+    "balanced routers, padded": {"router_aux_loss": 0.5},
+    "context": SHARED,
+    "context, states": SHARED,
+    "adapter": {},
+}
+"""Experts that ranks compute for each other, and what of a run may matter to that."""
+
+
+@pytest.mark.parametrize("case", SPREAD)
+def test_spread_experts_give_the_same_bits(tmp_path: Path, case: str) -> None:
+    """On two and three ranks, each with some groups of experts, as on one that has all, and on two that both do."""
+    kind, overrides = ("qwen3_next", tiny.HYBRID) if "states" in case else ("qwen3_moe", tiny.EXPERTS)
+    settings: dict[str, Any] = {"m": tiny.model(model_type=kind, overrides=overrides)}
+    settings["t"] = training(**tiny.GROUPS | {"expert_groups": 4}, **SPREAD[case])
+    settings |= {"d": tiny.data(packing="none")} if "padded" in case else {}
+    if case == "adapter":
+        settings["adapter"] = tiny.AdapterConfig(method="lora", rank=2)
+    for number, (gpu, ram) in enumerate(TIERS if case == "on all tiers" else TIERS[1:2]):
+        ways = [(1, True), (2, False), (2, True), (3, True)]
+        found = {
+            run(tmp_path / f"{number} {count} {spread}", count, spread=spread, gpu=gpu, ram=ram, **settings)[0]
+            for count, spread in ways
+        }
+        assert len(found) == 1
 
 
 def preferred(ranks: Ranks, folder: Path, settings: dict[str, Any]) -> tuple[str, list[Any]]:
