@@ -367,6 +367,7 @@ SCARCE = {"gpu_budget": 1, "ram_budget": 1}
 AUTO = {"activation_checkpointing": "auto"}
 LONG = {"micro_batches": 1, "row_tokens": 512}
 SHARED = SCARCE | LONG | {"replicas": 4, "ranks": 2, "sharded": True}
+SPREAD = SCARCE | {"replicas": 4, "ranks": 2}
 SAMPLES = {"samples": SampleSpace(lengths=(9, 4), keeps=True, vocabulary=50, tier="ram")}
 PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "on the GPU, with samples": (SAMPLES, PlanOptions()),
@@ -390,6 +391,7 @@ PLANS: dict[str, tuple[dict[str, Any], PlanOptions]] = {
     "replicas on two ranks, on NVMe": (SCARCE | {"replicas": 4, "ranks": 2}, PlanOptions()),
     "shards on two ranks, on NVMe": (SHARED, PlanOptions()),
     "shards on two ranks, with a state": (SHARED | {"recurrent": frozenset({0}), "kv_window": "auto"}, PlanOptions()),
+    "experts spread over two ranks": (SPREAD | {"experts": frozenset({0, 1}), "groups": 2}, PlanOptions(spread=True)),
     "graphs on NVMe": (AUTO | SCARCE, PlanOptions(offloaded_graphs="all")),
 }
 """Problems and choices in which every action has its place."""
@@ -450,7 +452,7 @@ def test_every_action_says_which_way_it_moves_what_and_for_which_part() -> None:
     links = {"h2d": {("ram", "gpu")}, "d2h": {("gpu", "ram")}, "nvme_write": {("ram", "nvme")}}
     links["nvme_read"] = {("nvme", "ram"), ("nvme", "gpu")}
     for action in a.ACTIONS.values():
-        moves = action.lane in links and action is not a.COMMIT and action not in a.DISCARD.values()
+        moves = action.lane in links and action not in (a.COMMIT, a.AWAIT_CHUNK, *a.DISCARD.values())
         assert (action.route is not None) == moves == bool(action.cargo), action
         assert not moves or action.route in links[action.lane], action
         assert action.part or action.lane != "compute" or action is a.DEQUANTISE, action
