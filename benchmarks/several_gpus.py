@@ -13,8 +13,13 @@ from penstock.storage.files.units import bytes_text, seconds_text
 
 YARN = '{"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 131072, "rope_theta": 500000.0}'
 WORKSTATION, OLDER, EPYC, H200 = "4x-rtx4090-256", "2x-rtx3090-256", "8x-rtx4090-1000", "8x-h200-2000"
+EXPERTS = ["train.split_layers=experts", "train.expert_groups=8", "data.sequence_length=8192"]
 LONG = ["data.sequence_length=262144", "model.max_position=262144"]
 LONG += [f"model.overrides.rope_parameters={YARN}"]
+EVERY = {
+    "all experts on every GPU": ["train.spread_experts=false"],
+    "experts spread": ["train.spread_experts=true"],
+}
 CASES: list[tuple[str, str, int, str, list[str]]] = [
     ("Llama-3.1-8B at 8k", EPYC, 8, "8b_8k", ["train.global_batch_size=128"]),
     ("Qwen2.5-14B at 8k", WORKSTATION, 2, "14b_workstation", ["train.global_batch_size=32"]),
@@ -29,6 +34,11 @@ CASES: list[tuple[str, str, int, str, list[str]]] = [
     ("Qwen2.5-7B at 1M, one sequence", H200, 8, "7b_1m", ["train.global_batch_size=1"]),
     ("Llama-3.3-70B at 256k, one sequence", H200, 8, "70b_gh200", [*LONG, "train.global_batch_size=1"]),
     ("Qwen2.5-7B at 512k, one sequence", WORKSTATION, 4, "7b_512k", ["train.global_batch_size=1"]),
+    *(
+        (f"gpt-oss-120b at 8k, {n} sequences, {words}", H200, 8, "120b_moe", [*EXPERTS, *EVERY[words], batch])
+        for n, batch in ((n, f"train.global_batch_size={n}") for n in (8, 16, 64))
+        for words in EVERY
+    ),
 ]
 
 

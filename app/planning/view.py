@@ -322,6 +322,7 @@ def _slots(page: Page, forecast: dict[str, Any]) -> None:
         f"{forecast['chunks']:,} chunks of {forecast['chunk_tokens']:,} tokens",
         *groups(forecast),
         f"keys and values {forecast['kv_window']}",
+        *["experts spread over the GPUs"] * bool(forecast.get("spread_experts")),
     ]
     for what, key in _SLOTS.items():
         if value := forecast.get(key):

@@ -129,12 +129,7 @@ _REFUSED: tuple[tuple[str, Callable[[Recipe], bool], str], ...] = (
         "no experts are blocks of their own; set train.split_layers=experts",
     ),
     (
-        "train.spread_experts",
-        lambda r: r.train.split_layers == "experts" and r.train.expert_groups != 1,
-        "experts are not in groups; set train.split_layers=experts and train.expert_groups above 1",
-    ),
-    (
-        "train.skip_idle_experts",
+        "train.spread_experts train.skip_idle_experts",
         lambda r: r.train.split_layers == "experts" and r.train.expert_groups != 1,
         "experts are not in groups; set train.split_layers=experts and train.expert_groups above 1",
     ),

@@ -404,6 +404,14 @@ def _shallow(plan: Plan, blocks: list[int]) -> Plan:
     )
 
 
+def _filled(ends: Sequence[float | None]) -> list[float]:
+    """When blocks ended, in the order in which they were computed; what other ranks compute with what came before."""
+    result: list[float] = []
+    for end in ends:
+        result.append(end or (result[-1] if result else 0.0))
+    return result
+
+
 def _extended(plan: Plan, runs: list[_Run], small: Plan, result: Simulation) -> Simulation:
     """What the whole model and all groups take, from the layers and groups of `small` that were simulated."""
     groups = [{chunk.index for chunk in group} for group in small.groups(small.chunks)]
@@ -435,10 +443,11 @@ def _extended(plan: Plan, runs: list[_Run], small: Plan, result: Simulation) -> 
     for run, k in itertools.product([run for run in runs if run.dropped], range(len(groups))):
         times = run.dropped * (1 + more * (k == 1))
         names = [plan.blocks[i].name for i in run.blocks]
-        pace = _pace([ends[k, name, True] for name in names], run)
+        pace = _pace(_filled([ends.get((k, name, True)) for name in names]), run)
         if plan.blocks[run.blocks[0]].backward:
             first, last = run.period, 3 * run.period
-            pace += (ends[k, names[first], False] - ends[k, names[last], False]) / 2
+            backward = _filled([ends.get((k, name, False)) for name in reversed(names)])[::-1]
+            pace += (backward[first] - backward[last]) / 2
         step_s += times * pace
         # Those at either end have other neighbours: the last one finds in slots what forward left there, in each group.
         inner = run.blocks[run.period : -run.period] if plan.num_groups > 1 else run.blocks[run.period :]

@@ -110,6 +110,12 @@ class PlanRequest:
                 "train.parallel: tokens of an image attend to one another both ways, so that no sequence with images "
                 "can be divided; use train.parallel=data"
             )
+        groups = self._routing.groups if self._routing is not None else 1
+        if train.spread_experts and groups < self.ranks:
+            raise UserError(
+                f"train.spread_experts: {groups} groups of experts are fewer than {self.ranks} GPUs; set "
+                "train.expert_groups to as many at least, or leave train.spread_experts out"
+            )
         buffers = buffer_shapes(spec, recipe)
         largest_file = ChunkFormat(max(buffer.part_numel for buffer in buffers) * FP32).file_bytes
         optimizer = find_optimizer(train)

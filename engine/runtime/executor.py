@@ -479,4 +479,4 @@ class Executor:
 
 
 def _under_way(op: Op, start_s: float) -> UnderWay:
-    return UnderWay(op.lane, op.action.name, op.block, op.index, op.step, start_s)
+    return UnderWay(op.action.shown_on, op.action.name, op.block, op.index, op.step, start_s)

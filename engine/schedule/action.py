@@ -117,6 +117,11 @@ class Action:
     move: Move | None = None
 
     @property
+    def shown_on(self) -> Lane:
+        """The lane that people see it on: what holds up a lane until another rank is done does no work of that lane."""
+        return WAITS if self.cost is Cost.SIGNAL else self.lane
+
+    @property
     def part(self) -> StepPart:
         """The part of a step whose work it is; empty where that depends on the op, as weights are read for several."""
         if self.phase or self.kind in _GRADIENT_KINDS:

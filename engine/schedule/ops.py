@@ -44,7 +44,7 @@ def span_of(
     op: Op, start_s: float, end_s: float, waited: tuple[int, ...], awaited: tuple[tuple[int, float], ...] = ()
 ) -> Span:
     """What is reported of an op that was carried out."""
-    what = op.action.lane, op.action.name, op.block, op.index
+    what = op.action.shown_on, op.action.name, op.block, op.index
     return Span(*what, start_s, end_s, op.nbytes, op.step, op.id, waited, awaited)
 
 

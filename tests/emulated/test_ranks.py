@@ -60,6 +60,10 @@ HOW: dict[str, dict[str, Any]] = {
         "shared": SHARED | {"router_aux_loss": 0.5},
         "model": {"model_type": "qwen3_moe", "overrides": EXPERTS},
     },
+    "spread experts": {
+        "shared": {"split_layers": "experts", "expert_groups": 4, "spread_experts": True},
+        "model": {"model_type": "qwen3_moe", "overrides": EXPERTS},
+    },
     "context with states": {"shared": SHARED, "model": {"model_type": "qwen3_next", "overrides": HYBRID}},
 }
 

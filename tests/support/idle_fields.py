@@ -90,6 +90,11 @@ CASES = (
         ("train.split_layers=experts", "train.expert_groups=1"),
         ("train.split_layers=experts", "train.expert_groups=2"),
     ),
+    Case(
+        "train.spread_experts=true",
+        ("train.split_layers=experts", "train.expert_groups=1"),
+        ("train.split_layers=experts", "train.expert_groups=2"),
+    ),
     Case("adapter.rank=8", (), ("adapter.method=lora",)),
     Case("adapter.alpha=8", (), ("adapter.method=dora",)),
     Case('adapter.targets=["q_proj"]', (), ("adapter.method=rslora",)),
