@@ -240,7 +240,7 @@ def test_a_quantised_base_is_dequantised_on_the_device_a_layer_at_a_time() -> No
 
 
 def test_every_copy_between_host_and_device_is_in_some_plan() -> None:
-    """But those by which ranks hand on the gradients of states, and what only waits: see tests/emulated/test_ranks.py."""
+    """But those of states' gradients from rank to rank, and what waits for a rank: see tests/emulated/test_ranks.py."""
     copies = {action.name for action in ACTIONS.values() if action.lane in ("h2d", "d2h")}
     copies -= {LOAD["drecurrent"].name, STORE["drecurrent"].name, AWAIT_CHUNK.name}
     assert copies <= set().union(*(sort.actions for sort in SORTS.values()))

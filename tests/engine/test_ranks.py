@@ -154,15 +154,19 @@ def preferred(ranks: Ranks, folder: Path, settings: dict[str, Any]) -> tuple[str
         return tiny.digest(session.store), [(m.loss, m.grad_norm, m.measured, m.tokens) for m in metrics]
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "reward", "sequence_mean", "kto"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "reward", "sequence_mean", "kto", "dpo, experts spread"])
 def test_preferences_are_those_of_one(tmp_path: Path, objective: str) -> None:
     """With the reference's log-probabilities from passes that the ranks take in turns."""
+    objective, _, spread = objective.partition(", ")
     rows = comparisons.verdicts(24) if objective == "kto" else comparisons.pairs(24)
     path = comparisons.write(tmp_path / "rows.jsonl", rows)
     settings: dict[str, Any] = {"t": training(objective=objective), "m": tiny.model(vocab_size=None)}
     settings["d"] = comparisons.data(path, sequence_length=256)
     if objective == "sequence_mean":
         settings = {"t": training(objective=objective)}
+    if spread:
+        settings["m"] = tiny.model(vocab_size=None, model_type="qwen3_moe", overrides=tiny.EXPERTS)
+        settings |= {"t": training(objective=objective, **tiny.GROUPS | {"expert_groups": 4}), "spread": True}
     found = {count: ranked(count, preferred, tmp_path / str(count), settings) for count in (1, 2, 3)}
     assert all(each == found[1][0] for of_count in found.values() for each in of_count)
 
@@ -222,13 +226,17 @@ def trained_killed(ranks: Ranks, folder: Path, seed: str, victim: int, settings:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("number", cases(range(len(TIERS) + 1), 1))
+@pytest.mark.parametrize("number", cases(range(len(TIERS) + 2), 1))
 def test_kill_9_of_any_rank_loses_nothing(tmp_path: Path, number: int) -> None:
     """At any moment, also between the sync of one rank and that of another, and between sync and rename: a run goes on,
-    on as many ranks or others, to the bits of one that was never killed. The last case shares sequences."""
-    (gpu, ram), shared = [*TIERS, TIERS[1]][number], set(os.listdir("/dev/shm"))
+    on as many ranks or others, to the bits of one that was never killed. The last cases share sequences, and spread
+    experts."""
+    (gpu, ram), shared = [*TIERS, TIERS[1], TIERS[1]][number], set(os.listdir("/dev/shm"))
     how = training(**SHARED) if number == len(TIERS) else training()
     settings: dict[str, Any] = {"t": how, "gpu": gpu, "ram": ram, "s": tiny.storage(checkpoint_every=1)}
+    if number > len(TIERS):
+        settings["m"] = tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS)
+        settings |= {"t": training(**tiny.GROUPS | {"expert_groups": 4}), "spread": True}
     straight, _ = run(tmp_path / "straight", 1, 8, **settings)
     deaths = finished = seed = 0
     while deaths < samples(4, 50) or not finished:
