@@ -50,6 +50,12 @@ def resolve_device(config: TrainConfig) -> torch.device:
     return device
 
 
+def gpus_like(gpu: int) -> list[int]:
+    """Numbers of the visible GPUs of the kind of that one."""
+    kinds = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return [number for number, kind in enumerate(kinds) if kind == kinds[gpu]]
+
+
 def why_no_cuda() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return f"this torch ({torch.__version__}) is built without CUDA; install one built with CUDA"

@@ -13,7 +13,7 @@ import torch
 
 from penstock.engine.config import TrainConfig
 from penstock.engine.machine.budgets import split_shared
-from penstock.engine.machine.device import resolve_device
+from penstock.engine.machine.device import gpus_like, resolve_device
 from penstock.engine.machine.limits import free_memory, total_memory
 from penstock.engine.machine.platforms import gpu_memory, is_shared, usable_cpus
 from penstock.engine.machine.probe_compute import (
@@ -87,7 +87,7 @@ def probe(
     attends = attention_rates(device, sizes, seconds * 0.14)
     say("measuring memory and links")
     links = link_rates(device, sizes, seconds * 0.09)
-    alike = _alike(device)
+    alike = [torch.device("cuda", number) for number in gpus_like(device.index or 0)] if device.type == "cuda" else []
     of_all = all_links(alike, sizes, seconds * 0.06) if len(alike) > 1 else None
     ram_pass = pass_bytes_per_s(cpu, sizes, seconds * 0.04)
     gpu_pass = pass_bytes_per_s(device, sizes, seconds * 0.04) if device.type == "cuda" else ram_pass
@@ -119,15 +119,6 @@ def probe(
         all_links_bytes_per_s=of_all,
         power_w=power_limit_w(device) if device.type == "cuda" else None,
     )
-
-
-def _alike(device: torch.device) -> list[torch.device]:
-    """All visible GPUs of the kind of `device`; none where that is none."""
-    if device.type != "cuda":
-        return []
-    kind = torch.cuda.get_device_name(device)
-    there = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    return [one for one in there if torch.cuda.get_device_name(one) == kind]
 
 
 def _folders(paths: Sequence[Path]) -> list[Path]:

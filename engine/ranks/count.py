@@ -36,8 +36,7 @@ def rank_count(recipe: Recipe) -> RankCount:
             f"train.gpus: {wanted} GPUs are wanted and this machine has {len(there)}; set train.gpus to what there is"
             f"{', a divisor of train.replicas' if train.replicas else ''}: the run has the same bits on any number"
         )
-    if len(there) > 1:
-        there = _of_one_kind(there, wanted)
+    there = _of_one_kind(there, wanted, "train.gpus")
     count = usable_count(recipe, len(there))
     return RankCount(count, there[:count])
 
@@ -67,7 +66,7 @@ def query_count(wanted: int | None, device: str) -> RankCount:
     there = _visible()
     if wanted is not None and wanted > len(there):
         raise UserError(f"--gpus {wanted}: this machine has {len(there)}; use as many or fewer")
-    alike = _of_one_kind(there, wanted) if len(there) > 1 else there
+    alike = _of_one_kind(there, wanted, "--gpus")
     return RankCount(wanted or len(alike), alike[:wanted])
 
 
@@ -79,20 +78,21 @@ def _visible() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())] if given is None else given.split(",")
 
 
-def _of_one_kind(there: list[str], wanted: int | None) -> list[str]:
-    """Those of the visible GPUs that are of the first one's kind. Raises UserError where more are wanted."""
+def _of_one_kind(there: list[str], wanted: int | None, option: str) -> list[str]:
+    """Those of the visible GPUs that are of the first one's kind. Raises UserError where `option` wants more."""
     import torch
 
-    kinds = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    others = [i for i, kind in enumerate(kinds) if kind != kinds[0]]
-    alike = [gpu for i, gpu in enumerate(there) if i not in others]
+    from penstock.engine.machine.device import gpus_like
+
+    alike = gpus_like(0)
     if wanted is not None and wanted > len(alike):
+        other = next(i for i in range(len(there)) if i not in alike)
+        first, second = (torch.cuda.get_device_name(i) for i in (0, other))
         raise UserError(
-            f"train.gpus: GPU 0 is {kinds[0]} and GPU {others[0]} {kinds[others[0]]}: each step would wait for the "
-            f"slower one, and bits would depend on which computes what; use train.gpus={len(alike)}, or name GPUs of "
-            "one kind in CUDA_VISIBLE_DEVICES"
+            f"{option}: GPU 0 is {first} and GPU {other} {second}: all would wait for the slower one, and bits would "
+            f"depend on which computes what; use {len(alike)}, or name GPUs of one kind in CUDA_VISIBLE_DEVICES"
         )
-    return alike
+    return [there[i] for i in alike]
 
 
 def with_replicas(recipe: Recipe, count: int) -> Recipe:

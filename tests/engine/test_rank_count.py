@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from penstock.engine.ranks.count import rank_count, with_replicas
+from penstock.engine.ranks.count import query_count, rank_count, with_replicas
 from penstock.storage.files.errors import UserError
 
 
@@ -55,5 +55,8 @@ def test_gpus_of_another_kind_are_left_out_or_refused(monkeypatch: pytest.Monkey
     train.gpus = 2
     assert rank_count(tiny.recipe(train=train)) == (2, ["GPU-a", "GPU-c"])
     train.gpus = 3
-    with pytest.raises(UserError, match=r"GPU 0 is RTX 4090 and GPU 1 RTX 3090: .* use train.gpus=2, or name"):
+    with pytest.raises(UserError, match=r"train.gpus: GPU 0 is RTX 4090 and GPU 1 RTX 3090: .* use 2, or name"):
         rank_count(tiny.recipe(train=train))
+    assert query_count(None, "auto") == (2, ["GPU-a", "GPU-c"])
+    with pytest.raises(UserError, match=r"--gpus: GPU 0 is RTX 4090 and GPU 1 RTX 3090: .* use 2, or name"):
+        query_count(3, "auto")
