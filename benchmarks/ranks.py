@@ -28,12 +28,17 @@ RECIPE = Recipe(
     storage=StorageConfig(checkpoint_every=1000, part_bytes="4MiB"),
 )  # fmt: skip
 """130 million parameters, whose state is in RAM; four replicas, on however many ranks."""
+MIXTURE = ModelConfig(
+    model_type="qwen3_moe", num_layers=6, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=16384,
+    overrides={"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 768},
+)  # fmt: skip
 
 
 def main(
     folder: Annotated[Path, typer.Option(help="A new folder for the runs.")],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2",
     one_sequence: Annotated[bool, typer.Option(help="Of as many tokens, which the ranks share.")] = False,
+    experts: Annotated[bool, typer.Option(help="A mixture of as many parameters, experts spread and not.")] = False,
 ) -> None:
     """Print a table in Markdown."""
     from penstock.app.recipes.recipe import to_run_json
@@ -43,11 +48,15 @@ def main(
     if one_sequence:
         train = replace(recipe.train, global_batch_size=1, parallel="context", kv_window="auto")
         recipe = replace(recipe, train=train, data=replace(recipe.data, sequence_length=2048))
+    if experts:
+        recipe = replace(recipe, model=MIXTURE, train=replace(recipe.train, split_layers="experts", expert_groups=4))
     (folder / "recipe.json").write_text(to_run_json(recipe))
     print("| ranks | s a step | tokens/s | private memory of all | shared by all |\n|---|---|---|---|---|")
-    for count in map(int, ranks.split(",")):
-        run = folder / f"on{count}"
+    counts = list(map(int, ranks.split(",")))
+    for count, spread in ((n, s) for n in counts for s in ([False, True] if experts and n > 1 else [False])):
+        run = folder / f"on{count}{', experts spread' * spread}"
         arguments = ["train", str(folder / "recipe.json"), "--run-dir", str(run), "--gpus", str(count)]
+        arguments += ["--set", f"train.spread_experts={str(spread).lower()}"] if experts else []
         process = subprocess.Popen(
             child.command("app.cli.main", *arguments), env=child.environment(), stdout=subprocess.DEVNULL
         )
@@ -58,10 +67,10 @@ def main(
             shared = max(shared, max((mapped for _, mapped in held), default=0))
             time.sleep(0.5)
         if process.returncode:
-            sys.exit(f"{count} ranks: exit code {process.returncode}")
+            sys.exit(f"{run.name}: exit code {process.returncode}")
         found = json.loads((run / "summary.json").read_text())
         speed, figures = found["mean_tokens_per_s"], f"{private / 1e9:.2f} GB | {shared / 1e9:.2f} GB"
-        print(f"| {count} | {found['step_s_median']:.2f} | {speed:,.0f} | {figures} |", flush=True)
+        print(f"| {run.name[2:]} | {found['step_s_median']:.2f} | {speed:,.0f} | {figures} |", flush=True)
 
 
 def _held(process: psutil.Process) -> tuple[int, int]:
