@@ -117,6 +117,24 @@ def test_groups_may_have_shorter_chunks_than_what_is_best_without_them() -> None
     assert estimate(shorter, Conditions(machine)).step_s < 0.95 * alone.step_s
 
 
+def mixture(tokens: int, **more: Any) -> PlanInput:
+    """Of which two ranks may spread the experts, with so many tokens on each."""
+    shape = {"experts": frozenset({0, 1, 2}), "groups": 4, "ranks": 2, "replicas": 2, "micro_batches": 1}
+    shape |= {"row_tokens": tokens, "chunk_tokens": min(tokens, 512), "gpu_budget": 40_000_000}
+    return problem(**shape | {"spread_experts": None} | more)
+
+
+@pytest.mark.parametrize(("tokens", "spread"), [(8, True), (2048, False)])
+def test_experts_are_spread_where_a_step_has_few_tokens(tokens: int, spread: bool) -> None:
+    result = found(mixture(tokens), ROUND)
+    assert {one.choice.spread for one in result.tried} == {False, True}
+    assert result.plan.choice.spread == spread
+    for wanted in (False, True):
+        assert found(mixture(tokens, spread_experts=wanted), ROUND).plan.choice.spread == wanted
+    for unable in ({"groups": 1}, {"ranks": 1, "micro_batches": 2}, {"ranks": 5, "replicas": 5}):
+        assert not found(mixture(tokens, **unable), ROUND).plan.choice.spread
+
+
 def test_graphs_that_the_gpu_cannot_hold_leave_it_where_all_must_be_saved() -> None:
     shape = problem(activation_checkpointing="none", graph_bytes=3000, gpu_budget=1_200_000)
     with pytest.raises(BudgetError, match="none needs"):

@@ -157,6 +157,7 @@ def deep(layers: int, choice: PlanOptions | None = None, **shape: Any) -> tuple[
 STREAMED, RECORDS_FIRST = PlanOptions(streamed=True), PlanOptions(gpu_first="saved activations")
 HALF = PlanOptions(group=4, offloaded_graphs="half")
 BUT_EVERY_SIXTH = frozenset(range(60)) - frozenset(range(5, 60, 6))
+SPREAD, MIXTURE = PlanOptions(spread=True), {"experts": frozenset(range(20)), "groups": 4, "ranks": 2, "replicas": 2}
 DEEP = {
     "half on the GPU": deep(40, PlanOptions(gpu_first="blocks"), gpu_budget=4_000_000),
     "graphs of some": deep(30, gpu_budget=1_200_000, activation_checkpointing="auto"),
@@ -176,6 +177,8 @@ DEEP = {
     "groups, half of the graphs in RAM": deep(
         26, HALF, gpu_budget=1, micro_batches=16, activation_checkpointing="auto"
     ),
+    "experts spread": deep(20, SPREAD, **MIXTURE, gpu_budget=1),
+    "experts spread unevenly, on NVMe": deep(20, SPREAD, **MIXTURE | {"groups": 5}, gpu_budget=1, ram_budget=1),
 }
 FAST = structs.replace(ROUND, matmul_flops=1e12, gpu_copy_bytes_per_s=1e12)
 RATES = {
@@ -185,7 +188,8 @@ RATES = {
     "no GPU": structs.replace(CPU, drives_share=100.0, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8),
 }
 OFTEN = [("chunks of two micro-batches", "computing"), ("frozen below, on NVMe", "link"), ("streamed, tight", "drives"),
-         ("one window in six is full", "no GPU"), ("groups", "drives")]  # fmt: skip
+         ("one window in six is full", "no GPU"), ("groups", "drives"), ("experts spread", "link"),
+         ("experts spread unevenly, on NVMe", "computing")]  # fmt: skip
 
 
 @pytest.mark.parametrize("pair", cases(itertools.product(DEEP, RATES), *OFTEN), ids="-".join)
