@@ -45,13 +45,13 @@ class ScheduleBuilder:
         ways = plan, self._emitter, self._activations, self._emit_block, self._outputs
         self._streaming = (SharedStreaming if shared else Streaming)(*ways)
         self._samples = SampleSchedule(plan, self._emitter)
-        self._spreading = Spreading(plan, self._emitter, self._activations)
         self._pass = Pass(step=0, groups=[], ends=a.CLIP)
         """The one whose ops are being emitted."""
         self._updated: set[int] = set()
         """Blocks that it has updated, or found nothing to update in."""
         self._next = {i: number for number, block in enumerate(plan.blocks) for i in block.inputs}
         """Block -> the one that takes its output."""
+        self._spreading = Spreading(plan, self._emitter, self._activations, self._next)
         self._first_user: dict[str, int] = {}
         """Buffer -> the first block that computes with it, for which it is updated."""
         self._last_user: dict[str, int] = {}

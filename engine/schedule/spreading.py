@@ -28,8 +28,11 @@ _HANDS_ON: frozenset[Mode] = frozenset({"forward", "loss", "backward"})
 class Spreading:
     """Emits what ranks wait for and tell each other of chunks."""
 
-    def __init__(self, plan: Plan, emitter: Emitter, activations: ActivationSchedule) -> None:
-        self._plan, self._emit, self._activations = plan, emitter.emit, activations
+    def __init__(
+        self, plan: Plan, emitter: Emitter, activations: ActivationSchedule, following: Mapping[int, int]
+    ) -> None:
+        """`following`: block -> the one that takes its output."""
+        self._plan, self._emit, self._activations, self._following = plan, emitter.emit, activations, following
         self._spread: Mapping[int, int] = {}
         self._step = 0
         self._received: set[tuple[int, int, bool]] = set()
@@ -57,7 +60,7 @@ class Spreading:
 
     def _giver(self, task: Task) -> tuple[int, int]:
         """The block that makes what the task takes, and the rank that computes it."""
-        giver = task.layer + 1 if task.mode in _BACKWARD else task.layer - 1
+        giver = self._following[task.layer] if task.mode in _BACKWARD else self._plan.blocks[task.layer].inputs[0]
         return giver, self.rank_of(giver, task.chunk)
 
     def waits(self, task: Task) -> bool:
@@ -88,8 +91,8 @@ class Spreading:
         """The other rank that goes on with the task's chunk; None where this one does, or none."""
         if task.mode not in _HANDS_ON:
             return None
-        to = task.following if task.mode == "forward" else task.layer - 1
-        if to is None or to < 0:
+        to = task.following if task.mode == "forward" else next(iter(self._plan.blocks[task.layer].inputs), None)
+        if to is None:
             return None
         rank = self.rank_of(to, task.chunk)
         return None if rank == self._plan.rank else rank
