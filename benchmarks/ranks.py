@@ -51,7 +51,8 @@ def main(
     if experts:
         recipe = replace(recipe, model=MIXTURE, train=replace(recipe.train, split_layers="experts", expert_groups=4))
     (folder / "recipe.json").write_text(to_run_json(recipe))
-    print("| ranks | s a step | tokens/s | private memory of all | shared by all |\n|---|---|---|---|---|")
+    figures = ("to the GPUs a step", "from the GPUs a step") if experts else ("private memory of all", "shared by all")
+    print(f"| ranks | s a step | tokens/s | {' | '.join(figures)} |\n|---|---|---|---|---|")
     counts = list(map(int, ranks.split(",")))
     for count, spread in ((n, s) for n in counts for s in ([False, True] if experts and n > 1 else [False])):
         run = folder / f"on{count}{', experts spread' * spread}"
@@ -69,8 +70,14 @@ def main(
         if process.returncode:
             sys.exit(f"{run.name}: exit code {process.returncode}")
         found = json.loads((run / "summary.json").read_text())
-        speed, figures = found["mean_tokens_per_s"], f"{private / 1e9:.2f} GB | {shared / 1e9:.2f} GB"
-        print(f"| {run.name[2:]} | {found['step_s_median']:.2f} | {speed:,.0f} | {figures} |", flush=True)
+        sizes = private, shared
+        if experts:  # those of the first rank are counted, and the others' are as many
+            sizes = tuple(count * found["lanes"][lane]["bytes"] / recipe.train.steps for lane in ("h2d", "d2h"))
+        said = " | ".join(f"{size / 1e9:.2f} GB" for size in sizes)
+        print(
+            f"| {run.name[2:]} | {found['step_s_median']:.2f} | {found['mean_tokens_per_s']:,.0f} | {said} |",
+            flush=True,
+        )
 
 
 def _held(process: psutil.Process) -> tuple[int, int]:

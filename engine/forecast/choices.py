@@ -76,10 +76,10 @@ def options(problem: PlanInput) -> dict[str, list[Any]]:
 def frugal_choices(problem: PlanInput) -> Iterator[PlanOptions]:
     """The choices that need least of each tier: one of them fits, or a plan is refused."""
     values = options(problem)
-    names = ["group", "streamed", "recompute", "ram_first", "gpu_first", *["spread"] * values["spread"][0]]
+    names = ["group", "streamed", "recompute", "ram_first", "gpu_first"]
     ends = {name: list(dict.fromkeys((result[0], result[-1]))) for name, result in values.items()}
     ends["ram_first"] = values["ram_first"]
     if problem.activation_checkpointing == "none":  # else what leaves need not be saved
         names.insert(0, "offloaded_graphs")
     for way in itertools.product(*(ends[name] for name in names)):
-        yield PlanOptions(**dict(zip(names, way, strict=True)))
+        yield PlanOptions(**dict(zip(names, way, strict=True)), spread=values["spread"][0])

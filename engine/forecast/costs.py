@@ -106,7 +106,6 @@ class Costs:
         self._calibration = on.calibration or Calibration()
         self._documents = plan.row_documents if on.documents is None else on.documents
         self._chunks = {chunk.index: chunk for chunk in plan.filled_chunks(on.filled)}
-        others = {chunk.index: chunk for chunk in plan.others(on.filled)}
         streams = plan.filled_streams(on.filled) if plan.streamed else ()
         self._keys = {(chunk.micro_batch, chunk.ordinal): chunk for stream in streams for chunk in stream}
         self._tokens_of_step = sum(chunk.end - chunk.start for chunk in self._chunks.values())
@@ -114,7 +113,7 @@ class Costs:
             (sum(chunk.end - chunk.start for chunk in group) for group in plan.groups(list(self._chunks.values()))),
             default=0,
         )
-        self._chunks |= others
+        self._chunks |= {chunk.index: chunk for chunk in plan.others(on.filled)}
         self._launch, self._merged = LAUNCH_S["cpu" if machine.gpu is None else "gpu"], merged
         self._blocks = {block.name: block for block in plan.blocks}
         self._same = dict(zip(self._blocks, representatives(plan.blocks), strict=True))

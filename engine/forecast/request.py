@@ -113,8 +113,8 @@ class PlanRequest:
         groups = self._routing.groups if self._routing is not None else 1
         if train.spread_experts and groups < self.ranks:
             raise UserError(
-                f"train.spread_experts: {groups} groups of experts are fewer than {self.ranks} GPUs; set "
-                "train.expert_groups to as many at least, or leave train.spread_experts out"
+                f"train.spread_experts: {self.ranks} GPUs need as many groups of experts at least, and there are "
+                f"{groups}; set train.expert_groups, or leave train.spread_experts out"
             )
         buffers = buffer_shapes(spec, recipe)
         largest_file = ChunkFormat(max(buffer.part_numel for buffer in buffers) * FP32).file_bytes

@@ -165,11 +165,11 @@ class Plan:
         as all others' are; `multiple`: see filled_streams."""
         p, result = self.problem, list[Chunk]()
         for offset in range(1, p.ranks if self.choice.spread else 1):
-            other = self.of_rank((self.rank + offset) % p.ranks) if p.sharded else self
+            rank = (self.rank + offset) % p.ranks
+            other = self.of_rank(rank) if p.sharded else replace(self, rank=rank)  # of equal chunks
             of = filled
             if filled is not None and len(filled) > p.micro_batches:
-                rank = (self.rank + offset) % p.ranks
-                of = [filled[self.in_step(number, rank)] for number in range(p.micro_batches)]
+                of = [filled[other.in_step(number)] for number in range(p.micro_batches)]
             first = offset * len(self.chunks)
             result += [replace(c, index=first + c.index) for c in own(other.filled_streams(of, multiple))]
         return result
@@ -178,12 +178,12 @@ class Plan:
         """Whose the chunk of that number is."""
         return (self.rank + chunk // len(self.chunks)) % self.problem.ranks
 
-    def in_step(self, micro_batch: int, rank: int | None = None) -> int:
-        """Where a micro-batch of a rank, by default this one, is among those of the whole step."""
+    def in_step(self, micro_batch: int) -> int:
+        """Where a micro-batch of this rank is among those of the whole step."""
         p, size = self.problem, self.problem.replica_micro_batches
         if p.sharded:
             return micro_batch
-        return (micro_batch // size * p.ranks + (self.rank if rank is None else rank)) * size + micro_batch % size
+        return (micro_batch // size * p.ranks + self.rank) * size + micro_batch % size
 
     @property
     def streams(self) -> Streams:

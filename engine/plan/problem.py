@@ -437,11 +437,8 @@ class PlanInput:
     @property
     def senders(self) -> dict[int, int]:
         """Blocks that are skipped where nothing is sent to them, each with the layer that sends."""
-        if self.routing is None:
-            return {}
-        firsts = {number: block.sent_to for number, block in enumerate(self.blocks) if block.sent_to is not None}
-        firsts |= {first: first for first in firsts.values()}
-        return {number: self.blocks[first].inputs[0] for number, first in sorted(firsts.items())}
+        skipped = [] if self.routing is None else self.groups_of_experts
+        return {number: self.blocks[groups[0]].inputs[0] for groups in skipped for number in groups}
 
     @property
     def groups_of_experts(self) -> list[list[int]]:

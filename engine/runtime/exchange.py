@@ -41,10 +41,9 @@ class Exchange:
         on_wait: Callable[[int, float], None] | None = None,
         of_chunks: Counters | None = None,
     ) -> None:
-        """`counters`: of all ranks, KINDS times their number; None for the only one. `of_chunks`: one for each chunk of
-        all ranks, where they compute experts of all. `tables`: of TABLES those that are
+        """`counters`: of all ranks, KINDS times their number; None for the only one. `tables`: of TABLES those that are
         needed, float64 [ranks, what each has], in shared memory. `on_wait`: told of each rank that is waited for, and
-        of the seconds."""
+        of the seconds. `of_chunks`: a counter for each chunk of all ranks, where they compute experts of all."""
         self._plan, self.rank, self._ram, self._counters = plan, plan.rank, ram, counters
         self._tables, self._on_wait, self._of_chunks = tables or {}, on_wait, of_chunks
         self.count = plan.problem.ranks

@@ -296,7 +296,7 @@ class ScheduleBuilder:
         if task.mode == "generate" and task.first:
             self._samples.open(layer)
         kinds = block.input_kinds if block.inputs else ()
-        foreign = self._spreading.receive(task) if self._pass.spread else None
+        giver = self._spreading.receive(task) if self._pass.spread else None
         ends = task.mode == "backward" and self._shares_attention(block)
         begins = task.mode in ("backward_top", "backward") and not ends
         if begins or ends:
@@ -305,8 +305,8 @@ class ScheduleBuilder:
             of_output = self._plan.blocks[self._next[layer]].input_kinds if layer in self._next else ()
             kinds = (*(() if has_graph else kinds), *(GRADIENT_OF[kind] for kind in of_output))
         for kind in kinds:
-            if kind == a.X and foreign is not None and layer not in self._pass.spread and not begins:
-                loaded[kind] = self._activations.take_home(kind, layer, foreign, chunk)
+            if kind == a.X and giver is not None and layer not in self._pass.spread and not begins:
+                loaded[kind] = self._activations.take_home(kind, layer, giver, chunk)
             else:
                 loaded[kind] = self._activations.load(kind, task.mode, layer, chunk)
         if ends:  # what backward has handed down so far
@@ -347,12 +347,12 @@ class ScheduleBuilder:
             activations.store_saved(a.GRAPH, task.mode, task.layer, chunk, slots[a.GRAPH])
         if block.recurrent:
             activations.end_state(task.mode, task.layer, chunk, slots, saves=reread and task.mode == "forward")
-        foreign = self._spreading.taker(task) if self._pass.spread and outputs else None
-        if foreign is not None and other not in self._pass.spread and task.mode == "forward":
+        leaves = bool(self._pass.spread and outputs) and self._spreading.leaves(task)
+        if leaves and other not in self._pass.spread and task.mode == "forward":
             other = task.layer  # its owner saves what the block behind begins with
         for kind in outputs:
             activations.store(kind, task.mode, other, chunk, slots[role(kind)])
-        if foreign is not None:
+        if leaves:
             self._spreading.pass_on(task, outputs, other)
         for kind in loaded.keys() & BETWEEN:
             # What is saved of a block's inputs is read again in backward.

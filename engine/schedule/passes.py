@@ -84,13 +84,15 @@ def _forward_backward(plan: Plan, chunks: list[Chunk], others: Sequence[Chunk]) 
     last, shared, spread = len(plan.blocks) - 1, plan.problem.sharded, plan.spread
     # Where replicas are added, each one's gradient is complete before the next one's begins.
     parts = _by_replica(plan, chunks)
-    of_all = _by_replica(plan, [*chunks, *others]) if spread else []
+    everyone, of_all = list[Chunk](), list[list[Chunk]]()
+    if spread:  # one chunk of each rank in turns
+        size = len(plan.chunks)
+        everyone = sorted([*chunks, *others], key=lambda c: (c.index % size, plan.rank_of(c.index)))
+        of_all = _by_replica(plan, everyone)
     visits: list[Visit] = []
     for mode, block, order in _forward(plan, "forward", chunks):
-        if block in spread:  # one chunk of each rank in turns
-            mine, size = spread[block] == plan.rank, len(plan.chunks)
-            everyone = sorted([*chunks, *others], key=lambda c: (c.index % size, plan.rank_of(c.index)))
-            order = everyone if mine else []
+        if block in spread:
+            order = everyone if spread[block] == plan.rank else []
         visits.append((mode, block, order))
     if plan.problem.scores:
         visits.append(("score", last, chunks))
@@ -100,11 +102,7 @@ def _forward_backward(plan: Plan, chunks: list[Chunk], others: Sequence[Chunk]) 
         if not plan.blocks[block].backward:
             break  # nothing is trained from here on down
         if block in spread:
-            visits += (
-                [("backward", block, part) for part in of_all]
-                if spread[block] == plan.rank
-                else [("backward", block, [])]
-            )
+            visits += [("backward", block, part) for part in (of_all if spread[block] == plan.rank else [[]])]
             continue
         if shared and plan.blocks[block].attends:
             visits += _shared_backward(plan, block, chunks)

@@ -87,15 +87,12 @@ class Spreading:
         self._emit(a.AWAIT_CHUNK, blocks[task.layer].name, task.chunk.index, writes=made, slots=slots)
         return giver
 
-    def taker(self, task: Task) -> int | None:
-        """The other rank that goes on with the task's chunk; None where this one does, or none."""
+    def leaves(self, task: Task) -> bool:
+        """Whether another rank goes on with the task's chunk."""
         if task.mode not in _HANDS_ON:
-            return None
+            return False
         to = task.following if task.mode == "forward" else next(iter(self._plan.blocks[task.layer].inputs), None)
-        if to is None:
-            return None
-        rank = self.rank_of(to, task.chunk)
-        return None if rank == self._plan.rank else rank
+        return to is not None and self.rank_of(to, task.chunk) != self._plan.rank
 
     def pass_on(self, task: Task, kinds: Iterable[str], layer: int) -> None:
         """Tell that what the task has made, inputs or gradients `kinds` of block `layer`, is there."""

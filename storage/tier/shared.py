@@ -137,7 +137,7 @@ def interleave(memory: mmap.mmap, nodes: list[int]) -> bool:
 
 
 class Counters:
-    """Counters in shared memory that only ever rise; each is written by one process. Any thread may use them."""
+    """Counters in shared memory that only ever rise, each written by one process at a time. Any thread may use them."""
 
     def __init__(self, memory: torch.Tensor, check: Callable[[], None]) -> None:
         """`memory`: uint8, a multiple of eight bytes; `check` raises where there is nothing more to wait for."""

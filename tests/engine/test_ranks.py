@@ -20,9 +20,11 @@ from samples import cases, samples
 
 from penstock.app.recipes.recipe import to_dict
 from penstock.engine import reference_logps
+from penstock.engine.hf.config import model_config
 from penstock.engine.model.tokens import MicroBatch
 from penstock.engine.ranks.ranks import Ranks
 from penstock.engine.session import Session
+from penstock.storage.files.errors import UserError
 from penstock.storage.generations.store import NvmeStore
 from penstock.storage.tier.manifest import Manifest
 
@@ -142,6 +144,21 @@ def test_spread_experts_give_the_same_bits(tmp_path: Path, case: str) -> None:
             for count, spread in ways
         }
         assert len(found) == 1
+
+
+def test_more_ranks_than_groups_of_experts_are_one_message() -> None:
+    recipe = tiny.recipe(
+        model=tiny.model(model_type="qwen3_moe", overrides=tiny.EXPERTS),
+        train=training(**tiny.GROUPS, spread_experts=True),
+    )
+    spec = tiny.spec_of(model_config(recipe, recipe.model.vocab_size), split_layers="experts", expert_groups=2)
+    assert tiny.plan_of(spec, recipe, "1GiB", "1GiB", ranks=2, spread=True).spread
+    with pytest.raises(UserError) as e:
+        tiny.plan_of(spec, recipe, "1GiB", "1GiB", ranks=3)
+    assert str(e.value) == (
+        "train.spread_experts: 3 GPUs need as many groups of experts at least, and there are 2; set "
+        "train.expert_groups, or leave train.spread_experts out"
+    )
 
 
 def preferred(ranks: Ranks, folder: Path, settings: dict[str, Any]) -> tuple[str, list[Any]]:

@@ -22,7 +22,8 @@ class Rank:
         for op in reversed(ops):
             self.queues[op.lane].append(op)
         self.left = {op.id for op in ops}
-        self.handed_over = self.freed = self.updated = 0
+        self.handed_over = self.freed = self.updated = self.met = self.told = 0
+        self._posted: set[int] = set()
         self.ring: dict[int, tuple[str, int, int]] = {}
         self.added: list[tuple[str, int]] = []
 
@@ -36,6 +37,12 @@ class Rank:
         if op.action is a.AWAIT_WEIGHTS:
             self.updated = op.slots[a.SEQUENCE]
             return all(r.updated >= op.slots[a.SEQUENCE] for r in self._all)
+        if op.action is a.MEET:
+            self.met += op.id not in self._posted
+            self._posted.add(op.id)
+            return all(r.met >= self.met for r in self._all)
+        if op.action is a.AWAIT_STATE:
+            return self._all[op.slots[a.OF_RANK]].told >= op.slots[a.SEQUENCE]
         return True
 
     def _givers(self, op: Op) -> "Sequence[Rank]":
@@ -49,6 +56,9 @@ class Rank:
             self.ring[op.slots[a.RING]] = part
         elif op.action is a.SIGNAL_GRADIENT:
             self.handed_over = op.slots[a.SEQUENCE] + 1
+        elif op.action is a.SIGNAL_STATE:
+            assert op.slots[a.SEQUENCE] == self.told + 1
+            self.told += 1
         elif op.action is a.ADD_GRADIENT:
             assert all(rank.ring[op.slots[a.RING]] == part for rank in self._givers(op)), (
                 "all ranks' same part is there"

@@ -99,9 +99,8 @@ class Rank(ranks_replay.Rank):
         self, plan: Plan, ops: list[Op], everyone: "list[Rank]", common: tuple[Any, Any], cut: Streams
     ) -> None:
         super().__init__(plan.rank, ops, everyone)
-        self.everyone, self.plan, self.streams, self.taken, self.met = everyone, plan, cut, 0, 0
+        self.everyone, self.plan, self.streams, self.taken = everyone, plan, cut, 0
         self.windows, self.handed_on = common
-        self.posted: set[int] = set()
         self.kv: dict[int, Any] = {}
         """Slot -> (layer, micro-batch, position, step, batch)."""
         self.dkv: dict[int, dict[int, list[int]]] = {}
@@ -110,21 +109,8 @@ class Rank(ranks_replay.Rank):
         """The same as it is in the window that others read."""
         self.sums: dict[int, list[Any]] = {}
         """Local number of a chunk -> what has been added of its gradients, by rank."""
-        self.told = 0
         self.ended: list[Any] = []
         self.attended: dict[Any, list[int]] = defaultdict(list)
-
-    def ready(self, op: Op) -> bool:
-        if not super().ready(op):
-            return False
-        if op.action is a.MEET:
-            if op.id not in self.posted:
-                self.posted.add(op.id)
-                self.met += 1
-            return all(other.met >= self.met for other in self.everyone)
-        if op.action is a.AWAIT_STATE:
-            return self.everyone[op.slots[a.OF_RANK]].told >= op.slots[a.SEQUENCE]
-        return True
 
     def _of(self, op: Op, ordinal: int) -> tuple[Any, ...]:
         return op.block, self.plan.chunks[op.index].micro_batch, ordinal, op.step, op.batch
@@ -133,10 +119,7 @@ class Rank(ranks_replay.Rank):
         super().perform(op)
         chunk = self.plan.chunks[op.index] if 0 <= op.index < len(self.plan.chunks) else None
         slot = op.slots.get(a.SLOT, -1)
-        if op.action is a.SIGNAL_STATE:
-            assert op.slots[a.SEQUENCE] == self.told + 1
-            self.told += 1
-        elif op.action in (a.STORE[a.RECURRENT], a.STORE[a.DRECURRENT]) and a.PLACE in op.slots:
+        if op.action in (a.STORE[a.RECURRENT], a.STORE[a.DRECURRENT]) and a.PLACE in op.slots:
             assert chunk is not None
             self.handed_on[op.action.kind, op.slots[a.PLACE]] = self._of(op, chunk.ordinal)
         elif op.action in (a.LOAD[a.RECURRENT], a.LOAD[a.DRECURRENT]) and a.PLACE in op.slots:

@@ -50,7 +50,6 @@ class Rank(ranks_replay.Rank):
         super().__init__(plan.rank, ops, everyone)
         self.plan, self.everyone, self._common = plan, everyone, common
         self._own: dict[Any, Any] = {}
-        self.met, self.told, self._posted = 0, 0, set[int]()
         self.layer_of = {block.name: i for i, block in enumerate(plan.blocks)}
         self.sums: dict[Any, list[Any]] = {}
         """Buffer and slot on the compute device -> what has been added there."""
@@ -68,12 +67,6 @@ class Rank(ranks_replay.Rank):
             return all(op.step in other.ended for other in self.everyone)
         if op.action is a.AWAIT_CHUNK:
             return bool(self._common.get(("counter", op.slots[a.PLACE]), 0) >= op.slots[a.SEQUENCE])
-        if op.action is a.MEET:
-            self.met += op.id not in self._posted
-            self._posted.add(op.id)
-            return all(other.met >= self.met for other in self.everyone)
-        if op.action is a.AWAIT_STATE:
-            return self.everyone[op.slots[a.OF_RANK]].told >= op.slots[a.SEQUENCE]
         return True
 
     def chunk(self, index: int) -> tuple[int, int]:
@@ -95,7 +88,6 @@ class Rank(ranks_replay.Rank):
 
     def perform(self, op: Op) -> None:
         super().perform(op)
-        self.told += op.action is a.SIGNAL_STATE
         if op.action is a.CLIP:
             del self.clips[0]
         if op.action is a.SIGNAL_CHUNK:
